@@ -248,11 +248,11 @@ class GraphedStep:
     def run(self, batch: Batch, experts: ExpertExecutor) -> torch.Tensor | None:
         """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows.
 
-        Returns None, with nothing computed, where the GPU cannot read an expert.
+        Returns None, with nothing computed, where `ExpertSlots.launch` refuses.
         """
         step, count = self.step, len(batch.context_lens)
         step.inputs.fill(batch)
-        if not step.experts.slots.launch(self._launch):
+        if not step.experts.slots.launch(self._launch, step.inputs.rows):
             return None
         self._ids.copy_(step.experts.ids, non_blocking=True)
         self._weights.copy_(step.experts.weights, non_blocking=True)

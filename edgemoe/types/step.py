@@ -91,11 +91,11 @@ class ExpertSlots(Protocol):
     def renew(self) -> bool:
         """Sends changed expert addresses to the GPU. Returns False where the GPU cannot read an expert."""
 
-    def launch(self, graph: Callable[[], object]) -> bool:
-        """Calls `graph`, which launches kernels that read experts at their present addresses.
+    def launch(self, graph: Callable[[], object], rows: int) -> bool:
+        """Calls `graph`, which launches a step of `rows` tokens, whose kernels read experts at their present addresses.
 
         Copies that would overwrite these experts wait for the kernels. Returns False, with nothing launched, where the
-        GPU cannot read an expert.
+        GPU cannot read an expert, or would take longer so.
         """
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

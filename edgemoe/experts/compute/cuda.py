@@ -31,6 +31,8 @@ ROWS = (16, 32, 64)  # calls of one expert that one program computes
 TILE_ROWS = (64, 128)  # the same where there are many of each, in bfloat16
 MANY_CALLS = 32  # of an expert, on average: from here on the matrix units are worth it
 UNSEEN = -2  # no slot, and not NONE
+READ_BYTES_PER_S = 48e9  # that kernels read from RAM; H200 on PCIe 5 x16
+LAUNCHES_S = 1.5e-3  # that a layer takes longer operation by operation; there, too
 
 
 class GpuExpertKernels:
@@ -120,7 +122,8 @@ class SlotOffsets:
 class ReachableExperts:
     """Computes experts of few tokens in a GPU's slab, or from RAM in place. Implements `ExpertSlots`.
 
-    Kernels read RAM at 47 to 49 GB/s, copies at 54 (H200). An expert that is being copied is read from RAM.
+    An expert that is being copied is read from RAM. Each call reads its expert by itself, which costs time if several
+    rows share experts of RAM. So a launch of many rows is refused if that takes longer than operations one by one.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class ReachableExperts:
         from edgemoe.kernels.gpu import experts_decode
 
         self._compute, self._slab, self._order, self._ram = experts_decode, slab.view(-1), order, ram
-        self._where, self._exists = where, geometry.exists
+        self._where, self._exists, self._geometry = where, geometry.exists, geometry
         self._in_slab, self._in_ram = SlotOffsets(layout), SlotOffsets(layout if ram is None else ram.slab.layout)
         self._constants = [
             gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
@@ -152,13 +155,20 @@ class ReachableExperts:
         with self._order.lock:
             return self._renew()
 
-    def launch(self, graph: Callable[[], object]) -> bool:
+    def launch(self, graph: Callable[[], object], rows: int) -> bool:
         with self._order.lock:
-            if not self._renew():
+            if not self._renew() or self._repeats_s(rows) > LAUNCHES_S:
                 return False
             graph()
             self._order.launched(self._seen[self._seen >= 0], self._slab.device)
         return True
+
+    def _repeats_s(self, rows: int) -> float:
+        """Returns the time in which a layer's kernels read experts of RAM again, if rows choose theirs at random."""
+        experts, k = self._geometry.experts, self._geometry.top_k
+        repeated = rows * k - experts * (1 - (1 - k / experts) ** rows)
+        share = np.count_nonzero(self.outside) / self._geometry.count
+        return float(share * repeated * self._geometry.largest_bytes / READ_BYTES_PER_S)
 
     def _renew(self) -> bool:
         where = self._where.copy()

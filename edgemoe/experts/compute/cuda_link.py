@@ -372,11 +372,22 @@ def copy_async(
 
 def is_readable(host: HostSlab, device: torch.device) -> bool:
     """Returns whether the device's kernels can read the slab, all of it pinned, at the addresses that the CPU uses."""
+    if not host.pinned:
+        return False  # a warning has said so
     found = ctypes.c_uint64()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream(device).synchronize()  # makes the device this thread's for the driver
-        refused = not host.pinned or _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), host.address, 0)
-    return not refused and found.value == host.address
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # makes the device this thread's for the driver
+            code = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), host.address, 0)
+    except (OSError, AttributeError, RuntimeError) as error:
+        code = repr(error)
+    if code or found.value != host.address:
+        log.warning(
+            "the GPU cannot read experts in RAM in place; while it lacks some, steps run operation by operation",
+            extra={"device": str(device), "cuda_error": code, "address": host.address, "on_device": found.value},
+        )
+        return False
+    return True
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_in_any_order_of_streams_a_launch_reads_its_own_experts(
         for _ in range(desk.rng.integers(3)):
             desk.copy()
         desk.gpu.run(int(desk.rng.integers(12)))
-        assert desk.slots.launch(desk.read)
+        assert desk.slots.launch(desk.read, 1)
         from_both += 0 < desk.slots.outside.sum() < 18
         for _ in range(desk.rng.integers(3)):
             desk.copy()
@@ -171,7 +172,7 @@ def test_a_copy_that_another_thread_begins_during_a_launch_comes_after_it(
         desk.lock.awaited.set()  # at the latest: nobody has kept it waiting
 
     for _ in range(8):
-        assert desk.slots.launch(overtaken)
+        assert desk.slots.launch(overtaken, 1)
         threads.pop().join()
         for stream in desk.link._streams:
             desk.gpu.go(stream)  # type: ignore[arg-type]
@@ -184,7 +185,7 @@ def test_a_copy_into_a_slot_that_no_launch_reads_does_not_wait_for_one(monkeypat
     desk = Desk(ONE_SIZE, 0, monkeypatch)
     load = desk.reserve(5)
     assert load is not None
-    assert desk.slots.launch(desk.read)
+    assert desk.slots.launch(desk.read, 1)
     desk.link.copy(load)
     for stream in desk.link._streams:
         desk.gpu.go(stream)  # type: ignore[arg-type]
@@ -197,7 +198,7 @@ def test_an_expert_that_is_on_disk_only_is_not_launched(monkeypatch: pytest.Monk
     desk, launched = Desk(ONE_SIZE, 0, monkeypatch), []
     assert desk.slots.renew()
     desk.residency.ram.where[2, 5] = -1
-    assert not desk.slots.launch(lambda: launched.append(1))
+    assert not desk.slots.launch(lambda: launched.append(1), 1)
     assert not desk.slots.renew()
     assert not launched
     desk.residency.ram.where[2, 5] = 17
@@ -216,4 +217,14 @@ def test_experts_that_kernels_cannot_read_in_ram_must_all_be_in_the_slab(monkeyp
     assert not slots.outside.any()
     where[1, 2] = -1
     assert not slots.renew()
+    desk.close()
+
+
+@pytest.mark.parametrize(("hidden", "launched"), [(64, {1, 2, 16}), (4096, {1, 2}), (16384, {1})])
+def test_steps_that_would_read_experts_of_ram_often_are_not_launched(
+    hidden: int, launched: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(ONE_SIZE, 0, monkeypatch)
+    desk.slots._geometry = replace(ONE_SIZE, hidden=hidden, width=2048)
+    assert {rows for rows in (1, 2, 16) if desk.slots.launch(lambda: None, rows)} == launched
     desk.close()

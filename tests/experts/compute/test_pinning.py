@@ -7,12 +7,13 @@ import logging
 import resource
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda_link import PinnedSlab
+from edgemoe.experts.compute.cuda_link import PinnedSlab, is_readable
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
@@ -117,3 +118,31 @@ def test_the_limit_of_locked_memory_is_raised_as_far_as_it_may(slab: HostSlab, m
     monkeypatch.setattr(cuda_link, "resource", said)
     PinnedSlab(slab, GPU)
     assert limits == [(64 << 30, 64 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("pinned", "moved_bytes", "code", "readable"),
+    [(True, 0, 0, True), (True, 4096, 0, False), (True, 0, 1, False), (True, 0, None, False), (False, 0, 0, False)],
+    ids=["same address", "another address", "refused", "no driver", "not pinned"],
+)
+def test_kernels_read_ram_in_place_only_at_the_addresses_of_the_cpu(
+    pinned: bool,
+    moved_bytes: int,
+    code: int | None,
+    readable: bool,
+    slab: HostSlab,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def address(found: Any, host: int, _flags: int) -> int:
+        if code is None:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        found._obj.value = host + moved_bytes
+        return code
+
+    FakeCudart(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(cuda_link, "_driver", lambda: SimpleNamespace(cuMemHostGetDevicePointer_v2=address))
+    slab.pinned = pinned
+    assert is_readable(slab, GPU) is readable
+    assert len(caplog.records) == (pinned and not readable)
