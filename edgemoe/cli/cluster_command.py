@@ -14,10 +14,16 @@ from rich.text import Text
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.command_settings import read_settings
 from edgemoe.cli.output import console
-from edgemoe.errors import ServiceError
+from edgemoe.errors import ConfigError, ServiceError
 from edgemoe.types.arrays import Json
 
 COLOURS = {"this box": "green", "here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}
+COST = (
+    "this box would go on as the only voter of a new cluster, with the boxes that it sees now. Changes of members and "
+    "plans that it has not heard of are lost. Boxes that it does not see are let in by a new invitation only. If they "
+    "still run behind a broken link, two clusters serve from then on. Requests and delivered tokens are not affected. "
+    "Say --yes to do so"
+)
 VOTE_S, LOOK_S = 120.0, 0.5  # that a box has to catch up; between looks
 
 
@@ -25,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs one action, and prints a message about it."""
     if args.action == "init" and not read_settings(args).settings.cluster.node:
         return _begin(args)
+    if args.action == "recover" and not args.yes:
+        raise ConfigError(COST)
     with Client(socket_of(args)) as client:
         if args.action == "list":
             found = client.get("/cluster")

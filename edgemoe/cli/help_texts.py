@@ -250,6 +250,20 @@ Example:
   edgemoe cluster remove shed
 """
 
+CLUSTER_REPLACE_KEY = """\
+The other boxes accept both keys until this box comes with the new one, at its next start. Then only that one is valid.
+
+Example:
+  edgemoe cluster replace-key
+"""
+
+CLUSTER_RECOVER = """\
+For the last box of a cluster whose other voters will not come back. Where a majority still answers, it is refused.
+
+Example:
+  edgemoe cluster recover --yes
+"""
+
 KEYGEN = """\
 Example:
   edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540

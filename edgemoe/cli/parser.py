@@ -310,9 +310,12 @@ def cluster(subparsers: Any) -> None:
     unvoted = command(found, "unvote", handler, "take a box's vote; it stays in the cluster", texts.CLUSTER_UNVOTE)
     removed = command(found, "remove", handler, "take a box out of the cluster", texts.CLUSTER_REMOVE)
     removed.add_argument("--dead", action="store_true", help="the box is gone for good")
+    keyed = command(found, "replace-key", handler, "give this box another key", texts.CLUSTER_REPLACE_KEY)
+    recovered = command(found, "recover", handler, "go on when most voters are lost", texts.CLUSTER_RECOVER)
+    recovered.add_argument("--yes", action="store_true", help="whatever it costs; without it, the cost is printed")
     for parser in (invited, voted, unvoted, removed):
         parser.add_argument("node", metavar="NODE", help="the box's name")
-    for parser in (listed, begun, invited, voted, unvoted, removed):
+    for parser in (listed, begun, invited, voted, unvoted, removed, keyed, recovered):
         client_options(parser)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from edgemoe.cluster.control.messages import (
     StoreLocationRequest,
 )
 from edgemoe.cluster.rpc.envelope import Answer, Question
-from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.keys import load_secret, make_secret
 from edgemoe.config.settings import Settings
+from edgemoe.durable import replace_file
 from edgemoe.errors import MembersRefused, PeerBusy, PeerError, PeerRefused
 from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
@@ -218,12 +220,25 @@ class ClusterFront:
     async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
         """Returns a message about the change, or the token of an invitation. Raises MembersRefused."""
         try:
+            if verb == "recover":
+                return await self.plane.changes.recover()
+            if verb == "replace-key":
+                return await self._replace_key(Path(self.settings.key_file))
             change = msgspec.convert({"verb": verb, "node": node, "dead": dead}, MemberChange)
             if change.verb == "invite":
                 return await self.plane.changes.invite(node, hours)
             return (await self.plane.changes.command(change)).said
-        except (PeerError, msgspec.ValidationError) as error:
+        except (PeerError, msgspec.ValidationError, OSError) as error:
             raise MembersRefused(str(error)) from error
+
+    async def _replace_key(self, file: Path) -> str:
+        """Gives this box another key, which it uses after a restart. Raises PeerError, OSError."""
+        if not os.access(file.parent, os.W_OK):
+            raise PeerRefused(f"{file} cannot be replaced there: give the key another place (cluster.key_file)")
+        made = make_secret()
+        said = await self.plane.changes.replace_key(made.public.decode())
+        replace_file(file, made.secret + b"\n")
+        return f"the new key is in {file}: restart this box to use it. {said[:1].upper()}{said[1:]}"
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers another front's question or forwarded frame. Raises PeerError, WireError."""

@@ -19,6 +19,7 @@ from support.waiting import until
 
 from edgemoe.cli.joining import join_cluster, read_token
 from edgemoe.cluster.rpc.invite_token import InviteToken
+from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, PeerError
 
@@ -174,6 +175,73 @@ async def test_a_cluster_grows_from_one_box_by_invitations(tmp_path: Path, model
             if box.process is not None:
                 box.process.kill()
                 box.process.wait(10)
+
+
+async def test_the_last_box_of_a_lost_majority_goes_on_and_takes_the_others_that_are_left_along(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with boxes_of(tmp_path, model_dir, "abcd", coordination="raft") as boxes:
+        a, b, c, d = boxes.values()
+        await all_see(boxes.values(), **ABC, d="yes")
+        await done(a, "begin")
+        await done(a, "unvote", "d")
+        await all_see(boxes.values(), **ABC, d="no")
+        before, epoch = (await members(a))["cluster"], (await c.health())["cluster"]["epoch"]
+        assert "have a majority" in (await change(c, "recover"))[1]
+        for box in (a, b):
+            assert box.process is not None
+            box.process.kill()
+            box.process.wait(10)
+        await until(lambda: leaderless(c), LONG_S)
+        assert "invite a, b again" in await done(c, "recover")
+        await all_see((c, d), c="yes", d="no")
+        await until(lambda: same_cluster(c, d), LONG_S)
+        assert (await members(c))["cluster"] != before
+        assert (await c.health())["cluster"]["epoch"] > epoch
+        a.start(THIS)
+        await until(lambda: served(a), LONG_S)
+        assert (await members(a))["cluster"] == before
+        await done(d, "vote", "d")
+        await all_see((c, d), c="yes", d="yes")
+        token = await done(d, "invite", "a")
+        await a.leave()
+        await until(lambda: asyncio.to_thread(accepted, a, token), LONG_S)
+        a.start(THIS)
+        await all_see((a, c, d), a="no", c="yes", d="yes")
+
+
+async def test_a_key_is_replaced_by_a_command_and_one_restart(tmp_path: Path, model_dir: Path) -> None:
+    async with boxes_of(tmp_path, model_dir, "abc", coordination="raft") as boxes:
+        a, _, c = boxes.values()
+        await all_see(boxes.values(), **ABC)
+        await done(a, "begin")
+        await all_see(boxes.values(), **ABC)
+        old = load_secret(Path(c.settings.cluster.key_file)).public.decode()
+        assert "restart this box" in await done(c, "replace-key")
+        new = load_secret(Path(c.settings.cluster.key_file)).public.decode()
+        assert await keys_of(a, "c") == [old, new]
+        await all_see(boxes.values(), **ABC)
+        await c.leave()
+        c.start(THIS)
+        await all_see(boxes.values(), **ABC)
+
+        async def has_one_key() -> bool:
+            return await keys_of(a, "c") == await keys_of(c, "c") == [new]
+
+        await until(has_one_key, LONG_S)
+        await all_see(boxes.values(), **ABC)
+
+
+async def keys_of(box: Box, node: str) -> list[str]:
+    return {each["node"]: list(each["keys"]) for each in (await members(box))["boxes"]}[node]
+
+
+async def leaderless(box: Box) -> bool:
+    return (await members(box))["leader"] == ""
+
+
+async def same_cluster(*boxes: Box) -> bool:
+    return len({(await members(box))["cluster"] for box in boxes}) == 1
 
 
 def accepted(box: Box, token: str) -> bool:

@@ -29,7 +29,7 @@ class AgreementPart:
         """Calls `on_vote_lost` once this box has no etcd member any more. Raises ConfigError for wrong settings."""
         self._settings, self._peers, self._state = settings, peers, state
         self._make_member, self._make_leader, self._on_vote_lost = make_member, make_leader, on_vote_lost
-        self._changed = asyncio.Event()
+        self._changed, self._is_anew = asyncio.Event(), False
         self._begin()
 
     def _begin(self) -> None:
@@ -53,6 +53,11 @@ class AgreementPart:
         if self._wanted() != self.kind:
             self._changed.set()
 
+    def begin_anew(self) -> None:
+        """Gives up this box's membership of etcd soon, and takes the part that the members give it."""
+        self._is_anew = True
+        self._changed.set()
+
     async def run(self) -> None:
         """Takes part until cancelled."""
         while True:
@@ -64,7 +69,10 @@ class AgreementPart:
                 for task in running:
                     task.cancel()
             await self.close()
+            if self._is_anew and self.member is not None and self.member.process.starts:
+                self.member.forget()
             self._changed.clear()
+            self._is_anew = False
             self._state.leader_tracker.unfollow(self._state.node)
             self._begin()
             if self.member is None:

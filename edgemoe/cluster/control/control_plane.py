@@ -355,7 +355,7 @@ class ControlPlane:
             case EtcdJoin() if self._part.member is not None:
                 return Answer(await self._part.member.on_join(question.peer))
             case MemberChange():
-                return Answer(await self.changes.decide(message))
+                return Answer(await self.changes.decide(message, question.peer))
             case HandOver() if question.peer in self.state.voters:
                 await self._hand_over()
                 return Answer(Welcome())

@@ -378,6 +378,9 @@ class ControlState:
         node, held = member.peer.node, self.roster
         if roster.fault() or self.is_removed:
             return False
+        if held is not None and held.cluster == roster.former:  # recovered, for boxes whose voters are lost
+            is_lost = not self.leader_tracker.leader and roster.find(self.node) is not None
+            return is_lost and held.find(node) is not None and node in roster.voters
         if held is not None:
             return roster.cluster == held.cluster and roster.version > held.version and node in held.voters
         entitled = self._rules.is_entitled(node) and self._admission.is_listed(member)

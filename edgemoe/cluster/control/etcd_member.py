@@ -67,6 +67,7 @@ class _Kept(msgspec.Struct):
     is_new: bool = False  # this box began the cluster
     begun: bool = False  # it has taken part, so its data must be there
     whole: bool = False  # every voter has been a member with a vote
+    roster: Word = ""  # identity of the agreed members' cluster; "" before they were agreed
     members: Annotated[dict[Text, Text], Meta(max_length=MAX_NODES)] = {}
     certificates: Annotated[dict[Text, str], Meta(max_length=MAX_NODES)] = {}  # of the other voters
 
@@ -177,6 +178,11 @@ class EtcdMember:
             if member.get("name") == node or url in member.get("peerURLs", []):
                 await self._call("cluster/member/remove", ID=member["ID"])
 
+    def forget(self) -> None:
+        """Makes this box no member of etcd, once `run` has ended. Raises OSError."""
+        self._kept.token = ""
+        self._keep()
+
     # --- one step ---------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
@@ -189,6 +195,7 @@ class EtcdMember:
                 "there is no etcd: install etcd-server (3.4 or newer), or name it in cluster.etcd_program; without it "
                 "this box has no vote"
             )
+        self._keep_roster()
         self._keep_certificates()
         if not self._kept.token:
             await self._become_member()
@@ -231,6 +238,15 @@ class EtcdMember:
         """Writes the memory of this member to disk, and announces its card. Raises OSError."""
         replace_file(self._folder / "member", msgspec.json.encode(self._kept))
         self._announce(EtcdCard(self._kept.port, self._certificate, self._kept.token))
+
+    def _keep_roster(self) -> None:
+        """Gives up the membership of another cluster than the agreed members'. Raises OSError."""
+        cluster = self._state.roster.cluster if self._state.roster is not None else self._kept.roster
+        if cluster != self._kept.roster:
+            if self._kept.roster and not self._process.is_running:
+                self._kept.token = ""
+            self._kept.roster = cluster
+            self._keep()
 
     def _keep_certificates(self) -> None:
         """Keeps the certificates of the voters that are let in, and announces this box's card."""
@@ -358,9 +374,9 @@ class EtcdMember:
 
     async def _update_url(self, own_id: str) -> None:
         """Tells the other members where this one is, if its address has changed."""
-        listed = [member for member in await self._members() if member.get("ID") == own_id]
-        if listed and listed[0]["peerURLs"] != [self._own_url()]:
-            await self._call("cluster/member/update", ID=own_id, peerURLs=[self._own_url()])
+        for member in await self._members():
+            if member.get("ID") == own_id and member["peerURLs"] != [self._own_url()]:
+                await self._call("cluster/member/update", ID=own_id, peerURLs=[self._own_url()])
 
     async def _promote(self) -> None:
         """Gives learners that have caught up their vote."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import msgspec
 
@@ -34,6 +34,8 @@ ASK_S = 55.0  # for a change, a box's hand-over included
 HAND_OVER_S = 20.0
 AGREE_S = 15.0  # for one change, an election of etcd's included
 FAREWELL_S = 2.0
+NOTICED_S = 6.0  # within which the loss of a majority is noticed
+LOST_S = 10.0  # without a majority, after which it may be given up
 MAX_HOURS = 24 * 31  # that an invitation stands
 
 
@@ -72,12 +74,16 @@ class MemberChanges:
 
     async def _follow(self) -> None:
         store, held = self._part.store, self._state.roster
-        if store is None or self._is_parting or self._state.is_removed:
+        if self._is_parting or self._state.is_removed:
             return
-        agreed = store.view().roster
+        agreed = store.view().roster if store is not None else held
         if agreed is not None and (held is None or (agreed.cluster == held.cluster and agreed.version > held.version)):
             self._on_agreed(agreed)
-        elif held is not None and agreed != held and self._is_leading():  # etcd is new, or an old backup of it
+        elif held is not None and (entry := held.find(self._own.node)) and self._own.key == entry.new_key:
+            await self._end_old_key()
+        elif (
+            held is not None and agreed != held and store is not None and self._is_leading()
+        ):  # etcd is new, or an old backup of it
             await store.change_roster(agreed, held)
 
     def _allow_invited(self) -> None:
@@ -92,6 +98,13 @@ class MemberChanges:
             if self._invited.get(node) != key:
                 self._allowed.allow(node, key)
         self._invited = standing
+
+    async def _end_old_key(self) -> None:
+        """Makes the key with which this box has come its only one."""
+        try:
+            await self.command(MemberChange("key", self._own.node, key=self._own.key))
+        except PeerError as error:
+            log.debug("the old key is accepted for longer", extra={"why": str(error)})
 
     def _is_leading(self) -> bool:
         return self._part.leader is not None and self._part.leader.epoch > 0
@@ -145,8 +158,53 @@ class MemberChanges:
         seeds = tuple(Seed(box.node, box.address, box.key) for box in ask)
         return InviteToken(roster.cluster, node, z85_bytes(key.secret), until_s, seeds).text()
 
-    async def decide(self, change: MemberChange) -> MemberChanged:
-        """Makes a change as a voter. Raises PeerError."""
+    async def recover(self) -> str:
+        """Goes on without the lost voters, as the only voter of a new cluster. Raises PeerError."""
+        state, own = self._state, self._own.node
+        if state.is_removed or (state.roster is None and own not in state.voters):
+            raise PeerRefused(f"{own} is no member of a cluster whose voters are agreed")
+        await self._check_lost()
+        held = state.roster or Roster("", 0, self._listed([own]))
+        boxes = tuple(_with_vote(box, box.node == own) for box in held.boxes if self._is_here(box.node))
+        roster = Roster(secrets.token_hex(8), held.version + 1, boxes, former=held.cluster)
+        if fault := roster.fault():
+            raise PeerRefused(fault)
+        self._on_agreed(roster)
+        self._part.begin_anew()
+        gone = ", ".join(box.node for box in held.boxes if roster.find(box.node) is None)
+        return f"{own} goes on as cluster {roster.cluster}, the only voter" + (f"; invite {gone} again" if gone else "")
+
+    async def _check_lost(self) -> None:
+        """Returns once the voters have had no majority for long. Raises PeerRefused if they have one."""
+        began_s = seen_s = time.monotonic()
+        while time.monotonic() < seen_s + LOST_S:
+            member = self._part.member
+            if self._state.leader_tracker.leader or (member is not None and member.has_agreement):
+                seen_s = time.monotonic()
+                if seen_s > began_s + NOTICED_S:
+                    raise PeerRefused("the voters have a majority: remove boxes that are gone by `remove NODE --dead`")
+            await asyncio.sleep(BEAT_S)
+
+    async def replace_key(self, key: str) -> str:
+        """Has the boxes accept another key of this box beside the present one. Raises PeerError."""
+        await self.command(MemberChange("key", self._own.node, key=key))
+        ends_s = time.monotonic() + AGREE_S
+        while late := self._late():
+            if time.monotonic() > ends_s:
+                return f"{', '.join(late)} did not confirm it, and will hear of it later"
+            await asyncio.sleep(BEAT_S)
+        return "every box that is here accepts it"
+
+    def _late(self) -> list[str]:
+        """Returns the boxes that are here and do not follow the present roster yet."""
+        present = [member for member in self._state.members.alive() if member.announcement is not None]
+        followed = {member.peer.node: member.announcement.roster for member in present if member.announcement}
+        return sorted(node for node, roster in followed.items() if roster != self._state.roster)
+
+    async def decide(self, change: MemberChange, by: str = "") -> MemberChanged:
+        """Makes a change as a voter, for this box or `by` another. Raises PeerError."""
+        if change.verb == "key" and (by or self._own.node) != change.node:
+            raise PeerRefused("a box replaces no other box's key")
         if not self._can_decide(change):
             raise PeerBusy(f"{self._own.node} has no working vote now")
         try:
@@ -171,6 +229,8 @@ class MemberChanges:
                 return await self._unvote(change.node)
             case "remove":
                 return await self._remove(change.node, dead=change.dead)
+            case "key":
+                return await self._replace_key(change.node, change.key)
             case "invite":
                 return await self._invite(Invitation(change.node, change.key, change.until_s))
         return await self._begin()
@@ -206,19 +266,22 @@ class MemberChanges:
             raise PeerRefused(
                 f"the address of {', '.join(lost)} is not known yet: start it, or take it out of the list"
             )
-        boxes = [Peer(self._own.node, self._own.address, self._own.key, self._own.node in voters, self._own.new_key)]
-        boxes += [
-            Peer(node, member.address, member.peer.key, node in voters, member.peer.new_key)
-            for node, member in others.items()
-        ]
-        roster = Roster(secrets.token_hex(8), 1, tuple(boxes))
+        roster = Roster(secrets.token_hex(8), 1, self._listed(voters))
         if fault := roster.fault():
             raise PeerRefused(fault)
         if self._part.member is None:  # a fixed leader becomes the only voter, and writes the roster as its leader
             self._on_agreed(roster)
         else:
             await self._commit(None, roster)
-        return f"{len(boxes)} boxes belong to cluster {roster.cluster}; voters are {', '.join(roster.voters)}"
+        return f"{len(roster.boxes)} boxes belong to cluster {roster.cluster}; voters are {', '.join(roster.voters)}"
+
+    def _listed(self, voters: Collection[str]) -> tuple[Peer, ...]:
+        """Returns entries of this box and of the boxes that are let in by lists."""
+        own = msgspec.structs.replace(self._own, voter=self._own.node in voters)
+        return own, *(
+            Peer(member.peer.node, member.address, member.peer.key, member.peer.node in voters, member.peer.new_key)
+            for member in self._state.members
+        )
 
     async def _vote(self, node: str) -> str:
         roster, box = self._entry(node)
@@ -267,6 +330,17 @@ class MemberChanges:
         finally:
             self._is_parting = False
         return f"{node} is removed{f'; {_voters_text(roster, node)}' if box.voter else ''}"
+
+    async def _replace_key(self, node: str, key: str) -> str:
+        """Adds a box's next key; makes it the only one when the box has come with it."""
+        roster, box = self._entry(node)
+        keys = {"key": key, "new_key": ""} if key == box.new_key else {"new_key": key}
+        if key != box.key:
+            after = roster.with_box(msgspec.structs.replace(box, **keys))
+            if fault := after.fault():
+                raise PeerRefused(fault)
+            await self._commit(roster, after)
+        return f"{node} has another key"
 
     async def _take_back(self, node: str) -> str:
         roster = self._agreed()

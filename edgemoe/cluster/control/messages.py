@@ -153,10 +153,10 @@ class EtcdMembers(Message, frozen=True, tag="EtcdMembers"):
 class MemberChange(Message, frozen=True, tag="MemberChange"):
     """Asks a voter to change the members of the cluster. Reply: MemberChanged."""
 
-    verb: Literal["begin", "voting", "vote", "unvote", "remove", "invite", "join"]
+    verb: Literal["begin", "voting", "vote", "unvote", "remove", "invite", "join", "key"]
     node: Text = ""
     dead: bool = False  # remove: the box is gone for good
-    key: Word = ""  # of the invitation, or of the box that joins
+    key: Word = ""  # of the invitation, of the box that joins, or the next one of this box
     address: Text = ""  # of the box that joins
     until_s: WallSeconds = 0.0  # of the invitation
 
