@@ -8,6 +8,7 @@ import os
 import time
 from urllib.parse import urlencode
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -60,12 +61,12 @@ def _begin(args: argparse.Namespace) -> int:
     return 0
 
 
-def picture(found: Json) -> Table:
-    """Returns a line for each box."""
+def picture(found: Json) -> Group:
+    """Returns the state of the cluster, and a line for each box."""
     title = f"cluster {found['cluster']}, change {found['version']}" if found["cluster"] else "a list of peers"
     voters = "" if found["has_majority"] else "; no majority of the voters answers"
     leader = f"; {found['leader']} leads" if found["leader"] else "; nobody leads"
-    table = Table(title=f"{title}{leader}{voters}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("Box", "State", "Vote", "Address", "Key"):
         table.add_column(head)
     for box in found["boxes"]:
@@ -75,9 +76,7 @@ def picture(found: Json) -> Table:
     for each in found["invited"]:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["until_s"]))
         table.add_row(each["node"], "invited", "no", f"until {until}", "")
-    if found["trouble"]:
-        table.caption, table.caption_justify = Text(found["trouble"]), "left"
-    return table
+    return Group(Text(f"{title}{leader}{voters}"), table, Text(found["trouble"], "yellow"))
 
 
 def _wait_for_vote(client: Client, node: str) -> None:

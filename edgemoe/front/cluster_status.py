@@ -64,7 +64,7 @@ def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str,
             "address": address,
             "keys": list(keys),
             "state": _standing(plane, node),
-            "vote": "no" if node not in state.voters else "yes" if node in (voting or ()) else "catching up",
+            "vote": _vote(node in state.voters, voting is None or node in voting, is_known=voting is not None),
         }
         for node, address, keys in sorted(boxes)
     ]
@@ -78,6 +78,14 @@ def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str,
         "boxes": rows,
         "invited": [{"node": each.node, "until_s": each.until_s} for each in roster.invited] if roster else [],
     }
+
+
+def _vote(is_voter: bool, votes: bool, *, is_known: bool) -> str:
+    if not is_voter:
+        return "no"
+    if not is_known:
+        return "unknown"
+    return "yes" if votes else "catching up"
 
 
 def _standing(plane: ControlPlane, node: str) -> str:

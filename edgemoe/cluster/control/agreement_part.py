@@ -69,7 +69,7 @@ class AgreementPart:
                 for task in running:
                     task.cancel()
             await self.close()
-            if self._is_anew and self.member is not None and self.member.process.starts:
+            if self.member is not None and (self._is_anew or self._wanted() != "member"):
                 self.member.forget()
             self._changed.clear()
             self._is_anew = False

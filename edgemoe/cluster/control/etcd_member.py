@@ -180,8 +180,9 @@ class EtcdMember:
 
     def forget(self) -> None:
         """Makes this box no member of etcd, once `run` has ended. Raises OSError."""
-        self._kept.token = ""
-        self._keep()
+        if self._kept.token:
+            self._kept.token = ""
+            self._keep()
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -241,11 +242,10 @@ class EtcdMember:
 
     def _keep_roster(self) -> None:
         """Gives up the membership of another cluster than the agreed members'. Raises OSError."""
-        cluster = self._state.roster.cluster if self._state.roster is not None else self._kept.roster
-        if cluster != self._kept.roster:
-            if self._kept.roster and not self._process.is_running:
-                self._kept.token = ""
-            self._kept.roster = cluster
+        roster, kept = self._state.roster, self._kept
+        if roster is not None and roster.cluster != kept.roster:
+            kept.token = "" if kept.roster and not self._process.is_running else kept.token
+            kept.roster = roster.cluster
             self._keep()
 
     def _keep_certificates(self) -> None:

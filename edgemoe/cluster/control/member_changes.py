@@ -34,6 +34,7 @@ ASK_S = 55.0  # for a change, a box's hand-over included
 HAND_OVER_S = 20.0
 AGREE_S = 15.0  # for one change, an election of etcd's included
 FAREWELL_S = 2.0
+LIST_S = 5.0  # for the list of votes, while etcd starts again
 NOTICED_S = 6.0  # within which the loss of a majority is noticed
 LOST_S = 10.0  # without a majority, after which it may be given up
 MAX_HOURS = 24 * 31  # that an invitation stands
@@ -115,7 +116,7 @@ class MemberChanges:
         """Has a change made, here or by a voter, as soon as one can. Raises PeerError with the reason."""
         if change.verb not in ("begin", "voting"):
             self._agreed()
-        ends_s = time.monotonic() + (0.0 if change.verb == "voting" else AGREE_S)
+        ends_s = time.monotonic() + (LIST_S if change.verb == "voting" else AGREE_S)
         while True:
             try:
                 return await (self.decide(change) if self._can_decide(change) else self._ask_voters(change))
