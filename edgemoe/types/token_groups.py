@@ -26,7 +26,7 @@ class TokenGroups(NamedTuple):
         flat = ids.ravel()
         if tokens == 1:  # a token's experts are distinct
             return cls(flat, *_of_one_token(k), weights.ravel())
-        order = np.argsort(flat, kind="stable")
+        order = np.argsort(flat.astype(np.int16), kind="stable")  # by radix, as of int64 it is not
         ordered = flat[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         offsets = np.concatenate((starts, [len(flat)]))

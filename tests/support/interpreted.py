@@ -105,6 +105,25 @@ def tile_errors(encoding: str, dtype: str) -> list[float]:
     return [tile_error(geometry, 20) for geometry in all_sizes if expert_tiles.fits(geometry, 0)]
 
 
+def error_without_tiles() -> float:
+    """Returns the error of the device's own calls, many of each expert, where no tile can be compiled."""
+    geometry, rng = ExpertGeometry(1, 2, 1, 64, 32, "bfloat16", encodings=("int4",)), np.random.default_rng(0)
+    layout = SlabLayout.within(geometry.all_bytes, geometry)
+    assert layout is not None
+    kept, expert_tiles.experts_in_tiles = expert_tiles.experts_in_tiles, refuse
+    slab = slab_of(geometry, rng)
+    kernels = GpuExpertKernels(slab.view(-1), layout, geometry)
+    expert_tiles.experts_in_tiles = kept
+    group, x = work(geometry, 70, rng)
+    out = torch.full((70, geometry.hidden), float("nan"))
+    kernels.add(0, group.experts, group, x, out)
+    return far(geometry, slab, group, x, out)
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("out of resources")
+
+
 def errors_of(dtype: str) -> list[float]:
     """Returns the errors with unencoded experts, in the sizes of SHAPES."""
     return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
@@ -160,5 +179,6 @@ if __name__ == "__main__":
     errors |= {f"{name} in tiles": tile_errors(name, "float32") for name in ENCODINGS}
     errors["tiles rounded"] = tile_errors("int4", "bfloat16")
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment, misc]
+    errors["without tiles"] = [error_without_tiles()]
     errors["layers"] = errors_of_layers(("int4", "float32", "bfloat16", "fp8"))
     print(json.dumps(errors))

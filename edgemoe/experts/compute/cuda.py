@@ -7,6 +7,7 @@ neither. How long computations took, and how long they waited, is read off the G
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -27,6 +28,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.token_groups import TokenGroups
 
+log = logging.getLogger(__name__)
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 TILE_ROWS = (64, 128)  # the same where there are many of each, in bfloat16
 MANY_CALLS = 32  # of an expert, on average: from here on the matrix units are worth it
@@ -57,12 +59,20 @@ class GpuExpertKernels:
         dtype = torch.bfloat16 if geometry.bf16 else torch.float32
         hidden = torch.zeros((1, geometry.hidden), dtype=dtype, device=slab.device)
         out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
+        one = np.zeros(1, np.int64)
+        group, self._tiles = TokenGroups(one, np.array([0, 1]), one, one, np.zeros(1, np.float32)), geometry.bf16
         for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
-            for tiled, rows in [(False, rows) for rows in ROWS] + [(True, rows) for rows in TILE_ROWS]:
-                if not tiled or self._may_tile(layer):
-                    one = np.zeros(1, np.int64)
-                    group = TokenGroups(one, np.array([0, 1]), one, one, np.zeros(1, np.float32))
-                    self._launch(layer, one + self._first[layer], group, hidden, out, tiled, rows)
+            for rows in ROWS:
+                self._launch(layer, one + self._first[layer], group, hidden, out, False, rows)
+            try:
+                for rows in TILE_ROWS if self._may_tile(layer) else ():
+                    self._launch(layer, one + self._first[layer], group, hidden, out, True, rows)
+            except Exception as error:  # too little shared memory, another release of Triton
+                self._tiles = False
+                log.warning(
+                    "kernels of many tokens cannot be compiled; prompts are computed by those of few, more slowly",
+                    extra={"device": str(slab.device), "error": repr(error)},
+                )
 
     def add(self, layer: int, slots: IntArray, group: TokenGroups, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls of a layer."""
@@ -72,7 +82,7 @@ class GpuExpertKernels:
         self._launch(layer, slots, group, hidden, out, tiled, rows)
 
     def _may_tile(self, layer: int) -> bool:
-        return self._geometry.bf16 and self._many.fits(self._geometry, layer)
+        return self._tiles and self._many.fits(self._geometry, layer)
 
     def _launch(
         self,

@@ -93,7 +93,7 @@ class LinkPrefetcher:
     """Holds one link's prefetch requests, and begins one if the link is idle and it pays. Thread-safe.
 
     At most one prefetch for the next layers is under way, and overtakes at most one other. While no layer runs, as many
-    are under way as keep the link busy.
+    are under way as keep the link busy. So are a prefill's for its next layer, which needs nearly all experts.
     """
 
     def __init__(self, link: TierLink, device: int, residency: Residency, gap: IdleWindow) -> None:
@@ -122,15 +122,14 @@ class LinkPrefetcher:
 
     def start(self) -> None:
         """Begins the request that pays now, and gives up the prefetch for a layer that runs without it."""
-        if self._near is None and not any(self._queues):
+        if self._near is None and not self._others and not any(self._queues):
             return
         with self._lock:
-            useless = self._near
-            if useless is not None and (useless.layer != self._gap.layer or useless.demand):
-                useless = None
+            layer = self._gap.layer
+            useless = [load for load in self._for_one_layer() if load.layer == layer and not load.demand]
             pays = self._first() is not None
-        if useless is not None:
-            self._give_up(useless)
+        for load in useless:
+            self._give_up(load)
         if pays and self._link.at_once:
             self._begin()
         elif pays:
@@ -176,12 +175,17 @@ class LinkPrefetcher:
                 load = self._residency.reserve(self._queues[priority].popleft(), priority, self._device)
                 if load is None:
                     continue
-                if priority.for_one_layer:
+                if priority is PrefetchPriority.NEAR:
                     self._near = load
                 else:
                     self._others[load] = priority
                 return load
         return None
+
+    def _for_one_layer(self) -> list[SlotTransfer]:
+        """Returns the prefetches under way that are useless once their layer has run."""
+        near = [] if self._near is None else [self._near]
+        return near + [load for load, priority in self._others.items() if priority.for_one_layer]
 
     def _first(self) -> PrefetchPriority | None:
         """Returns the first priority with a first request that pays now, if the link is free for it."""
@@ -189,10 +193,14 @@ class LinkPrefetcher:
             return None
         nothing_runs = self._gap.left_s() == math.inf
         for priority, queue in zip(PRIORITIES, self._queues, strict=True):
-            if queue:
-                free = self._link.has_room() if nothing_runs else self._link.idle()
-                if (free or (priority.for_one_layer and self._others)) and self._gap.pays(
-                    queue[0].chance, self._link.piece_s
-                ):
-                    return priority
+            if queue and self._is_free(priority, nothing_runs) and self._gap.pays(queue[0].chance, self._link.piece_s):
+                return priority
         return None
+
+    def _is_free(self, priority: PrefetchPriority, nothing_runs: bool) -> bool:
+        """Whether the link is free for another prefetch of this priority."""
+        if priority is PrefetchPriority.NEAR and self._others:
+            return True
+        if priority is PrefetchPriority.PREFILL_ONLY:
+            return self._link.has_room() or (bool(self._others) and priority not in self._others.values())
+        return self._link.has_room() if nothing_runs else self._link.idle()

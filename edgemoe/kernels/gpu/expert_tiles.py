@@ -400,7 +400,7 @@ def fits(geometry: ExpertGeometry, layer: int) -> bool:
 
 def tile_shape(geometry: ExpertGeometry, layer: int, rows: int) -> dict[str, int]:
     """Returns the sizes of a tile, and launch options, for blocks of up to `rows` calls of a layer's experts."""
-    return {"ROWS": rows, "COLS": 128, "INNER": 64, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": rows, "COLS": 128, "INNER": 64, "num_warps": max(4, rows // 16), "num_stages": 3}
 
 
 def experts_in_tiles(

@@ -271,6 +271,27 @@ async def test_a_prefetch_for_the_next_layer_does_not_wait_for_one_for_later(sto
         assert loader.prefetch_requests == 2, "one of each kind at a time"
 
 
+async def test_a_prefill_s_next_layer_is_copied_as_fast_as_the_link_has_room(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
+        loader = tiers.loader
+        await in_ram(tiers, 2, 3, 4, 5)
+        monkeypatch.setattr(loader.links[0], "has_room", lambda: len(coming(tiers)) < 3)
+        loader.gap.demand(0)
+        loader.gap.begin(0)
+        loader.prefetch(raised(2, 3, 4, 5, chance=1.0), PrefetchPriority.PREFILL_ONLY)
+        await until(lambda: coming(tiers) == {2, 3, 4})
+        await settled()
+        assert loader.prefetch_requests == 1
+        loader.prefetch((), PrefetchPriority.PREFILL_ONLY)
+        loader.gap.demand(1)
+        loader.gap.begin(1)
+        loader.start_prefetches()
+        await until(lambda: not coming(tiers))
+        tiers.check_integrity(idle=True)
+
+
 async def test_the_disk_reads_ahead_while_a_layer_waits_for_its_link(store: FileStore) -> None:
     async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
         await in_ram(tiers, 3)
