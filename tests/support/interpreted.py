@@ -18,45 +18,15 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from edgemoe.encodings.codec import pack
 from edgemoe.experts.compute.cuda import GpuExpertKernels, block_rows, blocks_of
-from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
-from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import expert_tiles
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import TokenGroups
+from support.packed_experts import far, slab_of, work
 
 SHAPES = ((72, 40, 5, 2, 1), (256, 192, 8, 4, 5), (130, 33, 3, 3, 40), (64, 32, 1, 1, 70))  # H, I, E, k, T
-
-
-def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
-    """Makes random experts in a slab, uint8 [E, stride]."""
-    encoding, experts = geometry.encoding(0), geometry.experts
-    shapes = (geometry.gate_up_shape, geometry.down_shape)
-    parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for rows, n in shapes]
-    if geometry.biases:
-        biases = rng.normal(size=(experts, 2 * geometry.width + geometry.hidden)).astype(np.float32)
-        parts.append(biases.view(np.uint8))
-    slab = np.concatenate([part.reshape(experts, -1) for part in parts], axis=1)
-    return torch.from_numpy(np.pad(slab, ((0, 0), (0, geometry.stride_bytes(0) - slab.shape[1]))))
-
-
-def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tuple[TokenGroups, torch.Tensor]:
-    """Makes calls of random experts, and their hidden states [T, H]."""
-    ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
-    x = rng.normal(size=(tokens, geometry.hidden)).astype(np.float32)
-    dtype = torch.bfloat16 if geometry.bf16 else torch.float32
-    return TokenGroups.of(ids, rng.random(ids.shape).astype(np.float32)), torch.from_numpy(x).to(dtype)
-
-
-def far(geometry: ExpertGeometry, slab: torch.Tensor, group: TokenGroups, x: torch.Tensor, out: torch.Tensor) -> float:
-    """Returns the largest difference from torch's products of decoded weights, over the largest value."""
-    view, want = ExpertSlab(slab, ExpertLayout.of(geometry, 0), geometry.bf16), torch.zeros(*x.shape)
-    one_by_one(view, group.experts, group.offsets, group.tokens, group.weights, x, want)
-    return float((out.view(len(x), geometry.top_k, -1).sum(1) - want).abs().max() / want.abs().max())
 
 
 def error(geometry: ExpertGeometry, tokens: int) -> float:

@@ -23,7 +23,7 @@ from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.fake_gpu import no_order
-from support.interpreted import far, slab_of, work
+from support.packed_experts import far, slab_of, work
 
 SWIGLU, GELU = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
 MADE = ((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 2), (576, 32, GELU, False, 1))  # H, I, ..., tokens

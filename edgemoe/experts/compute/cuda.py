@@ -65,7 +65,7 @@ class GpuExpertKernels:
             for rows in ROWS:
                 self._launch(layer, one + self._first[layer], group, hidden, out, False, rows)
             try:
-                for rows in TILE_ROWS if self._may_tile(layer) else ():
+                for rows in TILE_ROWS if self.may_tile(layer) else ():
                     self._launch(layer, one + self._first[layer], group, hidden, out, True, rows)
             except Exception as error:  # too little shared memory, another release of Triton
                 self._tiles = False
@@ -77,11 +77,12 @@ class GpuExpertKernels:
     def add(self, layer: int, slots: IntArray, group: TokenGroups, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls of a layer."""
         calls = len(group.calls) / len(group.experts)
-        tiled = calls > MANY_CALLS and self._may_tile(layer)
+        tiled = calls > MANY_CALLS and self.may_tile(layer)
         rows = tile_rows(calls) if tiled else block_rows(int(np.diff(group.offsets).max()))
         self._launch(layer, slots, group, hidden, out, tiled, rows)
 
-    def _may_tile(self, layer: int) -> bool:
+    def may_tile(self, layer: int) -> bool:
+        """Returns whether the experts of a layer can be computed in tiles."""
         return self._tiles and self._many.fits(self._geometry, layer)
 
     def _launch(

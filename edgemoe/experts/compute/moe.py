@@ -122,7 +122,8 @@ class TieredExperts:
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
-        chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
+        late = weights.to("cpu", non_blocking=True)  # is there once the ids are, so that the host waits once
+        chosen, shares = ids.numpy(force=True), late.numpy(force=True)  # [T, k]
         group, prefill_only = TokenGroups.of(chosen, shares), None
         if self._step is not None:
             self._step.observe(layer, chosen, shares)

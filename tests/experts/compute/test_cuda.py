@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_gpu import FakeGpu, FakeSlab, FakeStream
+from support.packed_experts import far, slab_of, work
 from support.tiers_kit import SMALL, FileStore, Weights, running
 from support.waiting import wait_until
 
@@ -19,7 +20,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
-from edgemoe.experts.compute.cuda import CudaCompute, blocks_of, open_cuda
+from edgemoe.experts.compute.cuda import CudaCompute, GpuExpertKernels, blocks_of, open_cuda
 from edgemoe.experts.compute.cuda_link import CudaLink, SlotOrder
 from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.experts.tiers.residency import Residency
@@ -28,6 +29,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, SlotTransfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.cache_ranks import LRU
+from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.token_groups import TokenGroups
@@ -208,6 +210,20 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
         compute.add(slots[group.experts], group)
         want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if dtype == "bfloat16" else 1e-4
         assert (compute.end().cpu().double() - want).abs().max() < rounding * float(want.abs().max())
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [80, 400], ids=["64 rows", "128 rows"])
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_prompts_are_computed_in_tiles_in_each_encoding(kind: str, tokens: int) -> None:
+    geometry, rng = ExpertGeometry(1, 4, 2, 768, 256, "bfloat16", encodings=(kind,)), np.random.default_rng(3)
+    layout = SlabLayout.even(4, geometry.stride_bytes(0), experts=4)
+    slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
+    kernels = GpuExpertKernels(slab.cuda().view(-1), layout, geometry)
+    assert kernels.may_tile(0), "the log says why"
+    out = torch.full((2 * tokens, geometry.hidden), float("nan"), device="cuda")
+    kernels.add(0, group.experts, group, x.cuda(), out)
+    assert far(geometry, slab, group, x, out.cpu()) < 3e-2
 
 
 @gpu
