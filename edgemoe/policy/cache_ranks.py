@@ -18,6 +18,8 @@ NEVER_USED = -(1 << 40)  # the clock of an expert that was never used
 class LRU:
     """Ranks experts by their last use."""
 
+    margin = 0.0
+
     def __init__(self, layers: int, experts: int) -> None:
         self.clock = 0  # layer-steps so far
         self.last: npt.NDArray[np.int64] = np.full((layers, experts), NEVER_USED, dtype=np.int64)  # [L, E]
@@ -49,6 +51,8 @@ GAMMA_PER_TOKEN = 0.2  # exp(-0.2) of an expert's worth goes with every token
 
 class EWMA:
     """Ranks experts by the probability that they are chosen soon, p * W."""
+
+    margin = 0.0
 
     def __init__(self, layers: int, experts: int, top_k: int, alpha: float = ALPHA) -> None:
         """Starts from p = top_k / experts."""

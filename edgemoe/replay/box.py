@@ -183,6 +183,8 @@ class SimulatedCompute:
 class TraceRanks:
     """Gives several boxes the ranks of one policy, which the replay asks and tells itself."""
 
+    margin = 0.0
+
     def __init__(self, policy: Any, shape: tuple[int, int]) -> None:
         self._policy = policy
         self.ranks: FloatArray = np.zeros(shape, np.float32)

@@ -184,6 +184,10 @@ class LivePolicy(CachePolicy, Protocol):
     has to be evicted.
     """
 
+    @property
+    def margin(self) -> float:
+        """Returns by how much a missed expert must outrank another, to be copied in its place without being awaited."""
+
     def fuse_chances(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Combines a coming layer's gate forecast for experts [n] with the policy's own predictions.
 

@@ -29,6 +29,8 @@ GOAL_US = {0: 3.0, 6: 15.0}  # by misses
 class Ranks:
     """A policy that learns elsewhere: it counts uses, and its ranks are constant."""
 
+    margin = 0.0
+
     def __init__(self, layers: int, experts: int) -> None:
         self._ranks: FloatArray = np.random.default_rng(1).random((layers, experts), np.float32)
 

@@ -207,18 +207,18 @@ class TieredExperts:
             self.loader.start(self._promoted(missed, (step_s - stall_s) * link.stats.bytes_per_s))
 
     def _promoted(self, missed: BoolArray, most_bytes: float) -> Iterator[SlotTransfer]:
-        """Yields loads of the missed experts [L, E] of highest rank that outrank others on the device.
+        """Yields loads of the missed experts [L, E] of highest rank that outrank others on the device by a margin.
 
         Together they have at most `most_bytes`, which the link could have carried beside the kernels' own reads.
         """
-        layer = len(missed) - 1
-        ranks, keys = self.residency.policy.rank(layer).ravel(), np.flatnonzero(missed)
+        policy, keys = self.residency.policy, np.flatnonzero(missed)
+        ranks = policy.rank(len(missed) - 1).ravel()
         for key in keys[np.argsort(-ranks[keys], kind="stable")].tolist():
             expert = ExpertId(*divmod(key, self.geometry.experts))
             most_bytes -= self.geometry.stride_bytes(expert.layer)
             if most_bytes < 0:
                 return
-            move = Move(expert, Tier.RAM, Tier.VRAM, float(ranks[key]))
+            move = Move(expert, Tier.RAM, Tier.VRAM, float(ranks[key]) - policy.margin)
             if (load := self.residency.reserve(move, PrefetchPriority.USED)) is not None:
                 yield load
 

@@ -51,6 +51,10 @@ class LearnedRanks:
     def __init__(self, foresight: RankPredictor, meanwhile: LRU) -> None:
         self._predictive, self._meanwhile = foresight, meanwhile
 
+    @property
+    def margin(self) -> float:
+        return (self._predictive if self._predictive.ready else self._meanwhile).margin
+
     def touch(self, layer: int, experts: IntArray) -> None:
         if not self._predictive.ready:
             self._meanwhile.touch(layer, experts)

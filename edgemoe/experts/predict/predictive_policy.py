@@ -49,6 +49,8 @@ def share_of(routing: StepRouting) -> float:
 class RankPredictor:
     """Owns predictor, blend and plans. Before `start` it counts steps only."""
 
+    margin = 2.0  # of log odds; by simulation, see tools/bench/results/gpu_offload.md
+
     def __init__(
         self,
         layers: int,
@@ -237,6 +239,7 @@ class LearnedPolicy:
     """
 
     foretells = True  # ranks are good for prefetching, not only for evicting
+    margin = RankPredictor.margin
 
     def __init__(
         self,

@@ -72,6 +72,10 @@ class TwoTierPolicy:
 
     # --- the cache's side ---------------------------------------------------------------------------------------
 
+    @property
+    def margin(self) -> float:
+        return self._ewma.margin
+
     def touch(self, layer: int, experts: IntArray) -> None:
         self._ewma.touch(layer, experts)
         self._needed[layer, experts] = True

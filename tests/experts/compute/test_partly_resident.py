@@ -130,6 +130,21 @@ def test_experts_that_rank_below_all_on_the_device_stay_where_they_are(tiers: Ex
     assert (box.here == before).all()
 
 
+@pytest.mark.parametrize(("margin", "comes"), [(0.5, True), (1.0, False)])
+def test_an_expert_comes_if_it_outranks_another_by_the_policy_s_margin(
+    tiers: ExpertTiers, margin: float, comes: bool
+) -> None:
+    box = Box(tiers)
+    box.link_rate(100 * SIZE / STEP_S)
+    for half in (slice(0, 2), slice(2, 4)):
+        box.run(np.array([np.flatnonzero(row)[half] for row in box.here]))
+    before, policy = box.here, box.residency.policy
+    policy.margin = margin  # type: ignore[misc]
+    policy.rank = lambda _: np.where(before, 1, 2).astype(np.float32)  # type: ignore[method-assign]
+    box.run(box.chosen(hits=1))
+    assert ((box.here != before).any()) == comes
+
+
 @pytest.mark.parametrize("rate", [1.5, 100.0])
 def test_the_time_of_reads_in_place_is_the_step_s_stall(tiers: ExpertTiers, rate: float) -> None:
     box = Box(tiers)

@@ -21,6 +21,8 @@ L, E = 5, 24
 class Ranks:
     """A policy whose ranks the test sets, and which counts how often it is asked."""
 
+    margin = 0.0
+
     def __init__(self) -> None:
         self.ranks: FloatArray = np.zeros((L, E), np.float32)
         self.asked = 0

@@ -147,6 +147,8 @@ def start(args: Namespace) -> None:
 class Switch:
     """A policy that switches between two."""
 
+    margin = 0.0
+
     def __init__(self, policy: LivePolicy) -> None:
         self.policy = policy
 
