@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from edgemoe.jit.intrinsics import PAIRS
 from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 
@@ -111,7 +112,7 @@ def test_a_token_gets_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) 
     torch.testing.assert_close(torch.cat(pieces), whole, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("pairs", sorted({False, PAIRS}))
 @pytest.mark.parametrize(("rows", "elements", "columns"), [(1, 2, 16), (13, 70, 32), (24, 64, 48)])
 def test_a_tile_is_the_product_of_rows_and_columns(
     kernels: Kernels, pairs: bool, rows: int, elements: int, columns: int
