@@ -12,7 +12,8 @@ import pytest_asyncio
 from support.box_kit import settled
 from support.box_processes import Box, make_boxes
 from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab
-from support.front_kit import KEY, STORES, free_ports, keyed_address, running, settings_for
+from support.front_kit import KEY, STORES, keyed_address, running, settings_for
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cli.dashboard import DashboardProxy, listen, serve

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support.box_processes import Box, make_boxes
-from support.front_kit import free_ports
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cli.doctor.checks import REMEDIES

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from support.attacks import ATTACKS, client, keys_of, stream, under
-from support.front_kit import free_ports, running, settings_for
+from support.front_kit import running, settings_for
 from support.kept import STORES
+from support.ports import free_ports
 
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front

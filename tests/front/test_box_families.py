@@ -12,8 +12,8 @@ import pytest_asyncio
 from support.box_kit import Oracle, settled, talking_checkpoint
 from support.box_processes import Box, make_boxes
 from support.checkpoints import partial_store
-from support.front_kit import free_ports
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.store.manifest import Manifest

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from support.box_kit import Oracle, talking_checkpoint
 from support.box_processes import Box, make_boxes
-from support.front_kit import free_ports
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cluster.control.requests.expert_fitting import REFIT_S

@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 from support.box_processes import Box, make_boxes
 from support.checkpoints import partial_store, tiny_checkpoint
-from support.front_kit import byte_level_tokenizer, free_ports, write_model
+from support.front_kit import byte_level_tokenizer, write_model
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 from test_boxes import Oracle, settled
 

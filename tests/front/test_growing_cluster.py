@@ -15,8 +15,8 @@ import httpx
 import pytest
 from support.box_kit import Oracle, talking_checkpoint
 from support.box_processes import Box
-from support.front_kit import free_ports
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.store.packer import ensure_store

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from support.front_kit import free_ports, http_client, listed_boxes, running
+from support.front_kit import http_client, listed_boxes, running
+from support.ports import free_ports
 from support.relays import Relays, relays
 from support.waiting import until
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.front_kit import free_ports, running, settings_for, write_model
+from support.front_kit import running, settings_for, write_model
+from support.ports import free_ports
 
 from edgemoe.api.api_keys import new_key
 from edgemoe.api.generate.generation import RequestContext

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -13,19 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.ports import free_ports
 from support.waiting import wait_until
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
 
 NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 

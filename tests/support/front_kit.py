@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +25,7 @@ from edgemoe.config.settings import (
 )
 from edgemoe.front.main import Front
 from support.kept import STORES
+from support.ports import free_ports
 from support.waiting import until
 
 SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_engine.py"))
@@ -164,15 +163,6 @@ def keyed_address(folder: Path) -> tuple[str, dict[str, Any]]:
     keys.write_text(KEY + "\n")
     keys.chmod(0o600)
     return f"127.0.0.1:{port}", {"tcp": f"127.0.0.1:{port}", "api_key_file": str(keys)}
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns unused TCP ports of the loopback interface."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def http_client(settings: Settings, **options: Any) -> httpx.AsyncClient:

@@ -18,8 +18,8 @@ from edgemoe.cluster.control.messages import Announce, BoxReport, ChannelDescrip
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from support.etcd_process import free_ports
 from support.fake_agreement import FakeAgreement, agreed_by
+from support.ports import free_ports
 from support.waiting import until
 
 ABC = ("a", "b", "c")

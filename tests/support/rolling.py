@@ -29,7 +29,8 @@ import msgspec
 
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ClusterSettings, Settings
-from support.front_kit import free_ports, http_client, settings_for, write_model
+from support.front_kit import http_client, settings_for, write_model
+from support.ports import free_ports
 from support.waiting import until
 
 FAKES = Path(__file__).parent

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.front_kit import STORES, free_ports, http_client, running, settings_for
+from support.front_kit import STORES, http_client, running, settings_for
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.api import metrics as front_names

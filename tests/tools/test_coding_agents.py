@@ -20,7 +20,8 @@ from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any
 
 import pytest
-from support.front_kit import free_ports, running, settings_for, write_model
+from support.front_kit import running, settings_for, write_model
+from support.ports import free_ports
 
 from edgemoe.front.main import Front
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from support.boxes import Box, running, secret
-from support.etcd_process import Certificates, etcd_cluster, free_ports
+from support.etcd_process import Certificates, etcd_cluster
 from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led, planned
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cluster.control import announcer, plan_controller

@@ -316,6 +316,7 @@ def test_a_live_box_that_lies_in_a_tenth_of_its_answers_is_cut_off_and_the_hones
             a.generate(prompts(seed=n), tag=f"{n}-")
             if records["b"].cut:
                 break
+        assert records["b"].cut, f"{n + 1} rounds, {liar.answers} answers, {liar.lies} lies, {records}"
         wait_until(lambda: any(isinstance(said, PeerCutOff) for said in a.told))
         (told,) = (said for said in a.told if isinstance(said, PeerCutOff))
         assert told.node == "b"

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.checkpoints import partial_store, tiny_checkpoint
-from support.etcd_process import free_ports
+from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cli import store_download
