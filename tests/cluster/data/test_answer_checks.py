@@ -312,10 +312,14 @@ def test_a_live_box_that_lies_in_a_tenth_of_its_answers_is_cut_off_and_the_hones
     with running(a, b, c):
         liar = Liar(b, 0.1)
         records = a.side.checker.ledger.records
+        offers = calls.offers
         for n in range(3000):  # checks take spare time, of which a busy machine has little
+            turn = "bc"[n % 2]  # both are asked, also where one is slower
+            calls.offers = lambda *which, turn=turn: [one for one in offers(*which) if one.node == turn]  # type: ignore[method-assign,misc]
             a.generate(prompts(seed=n), tag=f"{n}-")
             if records["b"].cut:
                 break
+        calls.offers = offers  # type: ignore[method-assign]
         assert records["b"].cut, f"{n + 1} rounds, {liar.answers} answers, {liar.lies} lies, {records}"
         wait_until(lambda: any(isinstance(said, PeerCutOff) for said in a.told))
         (told,) = (said for said in a.told if isinstance(said, PeerCutOff))
@@ -323,7 +327,7 @@ def test_a_live_box_that_lies_in_a_tenth_of_its_answers_is_cut_off_and_the_hones
         assert liar.lies >= 2
         assert records["c"].wrong == 0
         assert records["c"].right > 0
-        assert a.side.metrics()[named(ANSWERS_CHECKED, peer="b", found="wrong")] == 2
+        assert a.side.metrics()[named(ANSWERS_CHECKED, peer="b", found="wrong")] >= 2  # others of the last batch, too
         assert [peer.node for peer in calls.offers(0, np.arange(EXPERTS))] == ["c"]
         before = liar.answers
         a.generate(prompts(seed=999), tag="after-")
