@@ -40,7 +40,8 @@ class RowMoeRunner(RowCalls):
         gate, number, rows, slots = experts.gate, self._number, len(residual), self._rows.slots
         self._number += 1
         kind, router = slots.kind(number), gate.router
-        few, planes, norm = rows <= decode_dense.MOST_ROWS, torch.empty_like(residual), layer.post_norm
+        planes, norm = torch.empty_like(residual), layer.post_norm
+        few = rows <= decode_dense.MOST_ROWS and not norm.centred
         hidden = None
         if not few:
             hidden = normalised(residual, norm, layer.dtype, planes, kind)

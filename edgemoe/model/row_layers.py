@@ -187,7 +187,7 @@ def product(
     """Returns float32 x [T, H], normalised, times a matrix of rows [R, H]: [T, R], of few tokens in float32."""
     from edgemoe.kernels.gpu import decode_dense
 
-    if len(x) > decode_dense.MOST_ROWS:
+    if len(x) > decode_dense.MOST_ROWS or norm.centred:
         return linear(normalised(x, norm, dtype), rows, bias)
     out = x.new_empty((len(x), len(rows)))
     decode_dense.multiplied(x, rows, out, decode_dense.GpuProduct(norm.weight, norm.eps, bias))

@@ -72,6 +72,13 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def of_head(head, d, v, DIM: tl.constexpr, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns where rows d and columns v of a head's matrix lie in its slot, and which of them exist."""
+    at = head * (DIM * VALUE) + d[:, None] * VALUE + v[None, :]
+    return at, (d < DIM)[:, None] & (v < VALUE)[None, :]
+
+
+@jit
 def delta(  # type: ignore[no-untyped-def]
     mixed,  # float32 [T, 2 * KEY_HEADS * DIM + HEADS * VALUE]: queries, keys, values
     projected,  # [T, from `line` to `line`], from number `gate` on the gates of outputs
@@ -102,8 +109,7 @@ def delta(  # type: ignore[no-untyped-def]
     width: tl.constexpr = 2 * KEY_HEADS * DIM + HEADS * VALUE
     d = tl.arange(0, DIMS)
     v = tl.arange(0, VALUES)
-    there = (d < DIM)[:, None] & (v < VALUE)[None, :]
-    at = head * (DIM * VALUE) + d[:, None] * VALUE + v[None, :]
+    at, there = of_head(head, d, v, DIM, VALUE)
     state = tl.load(matrices + tl.load(reads + row).to(tl.int64) * slot + at, mask=there, other=0.0)
     rate = tl.load(rates + head)
     bias = tl.load(dt_bias + head)
@@ -156,8 +162,7 @@ def mamba(  # type: ignore[no-untyped-def]
     width: tl.constexpr = HEADS * VALUE
     d = tl.arange(0, DIMS)
     v = tl.arange(0, VALUES)
-    there = (d < DIM)[:, None] & (v < VALUE)[None, :]
-    at = head * (DIM * VALUE) + d[:, None] * VALUE + v[None, :]
+    at, there = of_head(head, d, v, DIM, VALUE)
     state = tl.load(matrices + tl.load(reads + row).to(tl.int64) * slot + at, mask=there, other=0.0)
     rate = tl.load(rates + head)
     bias = tl.load(dt_bias + head)
