@@ -249,7 +249,7 @@ class GraphedStep:
     def run(self, batch: Batch, experts: ExpertExecutor) -> torch.Tensor | None:
         """Computes the batch, passes its chosen experts to `experts`, and returns the logits of its rows.
 
-        Returns None, with nothing computed, where `ExpertSlots.launch` refuses.
+        Returns None, with nothing passed on, where `ExpertSlots.launch` refuses, or experts in RAM moved meanwhile.
         """
         step, count = self.step, len(batch.context_lens)
         step.inputs.fill(batch)
@@ -263,6 +263,8 @@ class GraphedStep:
             logits = logits[batch.logit_rows.to(self._device)]
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        if not step.experts.slots.is_intact():  # the bytes that were read may be others
+            return None
         ids = self._ids[:, :count]
         experts.computed(ids, self._weights[:, :count], count_distinct(ids.numpy()))
         return logits

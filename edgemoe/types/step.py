@@ -98,6 +98,9 @@ class ExpertSlots(Protocol):
         GPU cannot read an expert, or would take longer so.
         """
 
+    def is_intact(self) -> bool:
+        """Returns whether the experts that the last launch read from RAM are still there, once it has ended."""
+
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the result of `Experts.forward`, [T, H] float32, for few tokens."""
 

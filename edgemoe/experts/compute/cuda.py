@@ -133,7 +133,8 @@ class SlotOffsets:
 class ReachableExperts:
     """Computes experts of few tokens in a GPU's slab, or from RAM in place. Implements `ExpertSlots`.
 
-    An expert that is being copied is read from RAM. Each call reads its expert by itself, which costs time if several
+    An expert that is being copied is read from RAM. Experts may leave their places in RAM meanwhile; `is_intact`
+    tells whether they stayed. Each call reads its expert by itself, which costs time if several
     rows share experts of RAM. So a launch of many rows is refused if that takes longer than operations one by one.
     """
 
@@ -158,6 +159,7 @@ class ReachableExperts:
             for layer, size_class in enumerate(layout.classes.layer_class)
         ]
         self._seen: IntArray = np.full(where.shape, UNSEEN, np.int64)  # slots that `_places` was made from
+        self._seen_ram: IntArray = self._seen  # the same of RAM
         self.outside: BoolArray = self._exists.copy()
         self._places = torch.zeros(where.shape, dtype=torch.int64, device=slab.device)
         self._staged = torch.zeros(where.shape, dtype=torch.int64, pin_memory=slab.device.type == "cuda")
@@ -174,6 +176,11 @@ class ReachableExperts:
             self._order.launched(self._seen[self._seen >= 0], self._slab.device)
         return True
 
+    def is_intact(self) -> bool:
+        if self._ram is None or not self.outside.any():
+            return True
+        return np.array_equal(self._ram.where[self.outside], self._seen_ram[self.outside])
+
     def _repeats_s(self, rows: int) -> float:
         """Returns the time in which a layer's kernels read experts of RAM again, if rows choose theirs at random."""
         experts, k = self._geometry.experts, self._geometry.top_k
@@ -189,11 +196,11 @@ class ReachableExperts:
         reads_ram = bool(outside.any())
         if reads_ram and (self._ram is None or (self._ram.where[self._exists] < 0).any()):
             return False
-        if not np.array_equal(where, self._seen):
+        if not (np.array_equal(where, self._seen) and self.is_intact()):
             places = self._in_slab(where)
             if self._ram is not None and reads_ram:
-                from_slab = self._ram.slab.address - self._slab.data_ptr()
-                places = np.where(outside, from_slab + self._in_ram(self._ram.where), places)
+                from_slab, self._seen_ram = self._ram.slab.address - self._slab.data_ptr(), self._ram.where.copy()
+                places = np.where(outside, from_slab + self._in_ram(self._seen_ram), places)
             self._staged.copy_(torch.from_numpy(np.where(self._exists, places, 0)))
             self._places.copy_(self._staged, non_blocking=True)
             self._seen, self.outside = where, outside

@@ -73,7 +73,7 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 @jit
 def of_head(head, d, v, DIM: tl.constexpr, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns where rows d and columns v of a head's matrix lie in its slot, and which of them exist."""
+    """Returns the places of rows d and columns v of a head's matrix in its slot, and which of them exist."""
     at = head * (DIM * VALUE) + d[:, None] * VALUE + v[None, :]
     return at, (d < DIM)[:, None] & (v < VALUE)[None, :]
 

@@ -228,3 +228,29 @@ def test_steps_that_would_read_experts_of_ram_often_are_not_launched(
     desk.slots._geometry = replace(ONE_SIZE, hidden=hidden, width=2048)
     assert {rows for rows in (1, 2, 16) if desk.slots.launch(lambda: None, rows)} == launched
     desk.close()
+
+
+@pytest.mark.parametrize("geometry", [ONE_SIZE, TWO_SIZES], ids=["one size", "two sizes"])
+def test_experts_that_move_in_ram_are_noticed_and_then_read_where_they_are(
+    geometry: ExpertGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(geometry, 0, monkeypatch)
+    try:
+        where = desk.residency.ram.where
+        for layer in range(3):
+            assert desk.slots.launch(desk.read, 1)
+            desk.gpu.drain()
+            assert desk.slots.is_intact()
+            first, second = np.flatnonzero(desk.slots.outside[layer])[:2]
+            one, other = where[layer, first], where[layer, second]
+            kept = desk.ram.slot(one).copy()
+            desk.ram.slot(one)[:] = desk.ram.slot(other)
+            desk.ram.slot(other)[:] = kept
+            where[layer, [first, second]] = other, one
+            assert not desk.slots.is_intact()
+        assert desk.slots.launch(desk.read, 1)
+        desk.gpu.drain()
+        assert desk.slots.is_intact()
+        assert not desk.wrong
+    finally:
+        desk.close()
