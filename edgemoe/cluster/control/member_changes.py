@@ -172,7 +172,7 @@ class MemberChanges:
             raise PeerRefused(fault)
         self._on_agreed(roster)
         self._part.begin_anew()
-        gone = ", ".join(box.node for box in held.boxes if roster.find(box.node) is None)
+        gone = ", ".join(sorted(box.node for box in held.boxes if roster.find(box.node) is None))
         return f"{own} goes on as cluster {roster.cluster}, the only voter" + (f"; invite {gone} again" if gone else "")
 
     async def _check_lost(self) -> None:
