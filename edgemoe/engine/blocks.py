@@ -158,6 +158,18 @@ class BlockManager:
         if len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
             seq.blocks.append(self._take_free())
 
+    def extend(self, seq: Sequence, tokens: int) -> int:
+        """Makes places for drafted tokens behind the last token of `seq`, and returns for how many of `tokens`."""
+        places = len(seq.tokens) + tokens
+        while places > len(seq.blocks) * BLOCK_TOKENS and self.free > 0:
+            seq.blocks.append(self._take_free())
+        return min(places, len(seq.blocks) * BLOCK_TOKENS) - len(seq.tokens)
+
+    def trim(self, seq: Sequence) -> None:
+        """Releases the blocks behind the last token of `seq`, which hold no token any more."""
+        while len(seq.blocks) > blocks_for(len(seq.tokens)):
+            self._release(seq.blocks.pop())
+
     def prepare(self, seq: Sequence, tokens: int, snapshots: bool = True) -> None:
         """Takes slots for the states after the next `tokens` tokens of `seq`, where the model has states.
 

@@ -51,7 +51,7 @@ class SequenceDriver:
             works.append(ScheduledWork(seq, len(chunk)))
         meta = describe(works)
         batch = make_batch(works, meta)
-        for seq, tokens in works:
+        for seq, tokens, _ in works:
             self._blocks.advance(seq, tokens)
         if every_row:
             batch = replace(batch, logit_rows=torch.arange(len(batch.tokens)))

@@ -15,6 +15,7 @@ from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler
+from edgemoe.engine.speculation import Speculation
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.engine.steps import PHASES, ForwardRunner, LoadedModel, StepObservers
 from edgemoe.telemetry import metrics as names
@@ -96,8 +97,18 @@ class Engine:
             kv_swap = KVSwap(model.kv, self.blocks, block_bytes, budget.kv_swap_bytes, model.kv.states)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = ForwardRunner(model, self.blocks, chunk_budget, watchers)
+        self.speculation: Speculation | None = None
+        if settings.drafts == "lookup" and states is None:  # a rejected token's state could not be taken back
+            self.speculation = Speculation(self.blocks, self.scheduler.step_shares, self.limits.context_tokens)
         self.loop = StepLoop(
-            self.scheduler, self.runner, self.limits, emit, grammars, clock, budget.missing_expert_timeout_s
+            self.scheduler,
+            self.runner,
+            self.limits,
+            emit,
+            grammars,
+            clock,
+            budget.missing_expert_timeout_s,
+            self.speculation,
         )
         self._grammars = grammars
 
@@ -125,7 +136,8 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""
-        return engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)
+        metrics = engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)
+        return metrics if self.speculation is None else metrics | self.speculation.metrics()
 
     def close(self) -> None:
         """Ends the grammar thread. Must be called after the loop has ended."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from edgemoe.engine.sampler import SampledToken
 from edgemoe.engine.scheduler import ScheduledWork, Scheduler
 from edgemoe.engine.sequence import Sequence, check_request
-from edgemoe.engine.steps import FATAL_ERRORS, ForwardRunner, StepRunner
+from edgemoe.engine.steps import FATAL_ERRORS, ForwardRunner, SequenceOutcome, StepRunner
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
@@ -32,6 +32,7 @@ from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
+    from edgemoe.engine.speculation import Speculation
 
 T = TypeVar("T")
 Emit = Callable[[list[Emission]], None]
@@ -53,14 +54,16 @@ class StepLoop:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
+        speculation: Speculation | None = None,
     ) -> None:
         """Calls `emit` on the compute thread with the emissions of each step.
 
-        A request whose expert is missing is retried for `missing_expert_timeout_s`.
+        A request whose expert is missing is retried for `missing_expert_timeout_s`. `speculation` drafts tokens.
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
-        self.steps, self._runner = StepRunner(runner, scheduler), runner
+        self.steps, self._runner = StepRunner(runner, scheduler, speculation), runner
+        self._speculation = speculation
         self._scheduler, self._limits = scheduler, limits
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -136,6 +139,8 @@ class StepLoop:
                 late = DeadlineExceeded(f"the request made no progress for {seq.timeout_s:g} s (api.request_timeout_s)")
                 self._finish(seq, "error", seq.missing_expert or late)
             works = [] if self._stopped else self._scheduler.schedule(now_s)
+            if self._speculation is not None:
+                works = self._speculation.add_drafts(works)
             self._compute_step(works)
             self._note_progress(works)
             self._flush_emissions()
@@ -246,6 +251,7 @@ class StepLoop:
 
     def _add_emission(self, seq: Sequence, *, index: int, **fields: Any) -> None:
         cached_tokens = seq.cached_tokens or 0 if index == seq.first_index else 0
+        (accepted, rejected), seq.checked_drafts = seq.checked_drafts, [0, 0]
         self._out.append(
             Emission(
                 request=seq.request.id,
@@ -253,6 +259,8 @@ class StepLoop:
                 index=index,
                 cached_tokens=cached_tokens,
                 prompt_logprobs=() if index else tuple(seq.prompt_logprobs),
+                accepted_drafts=accepted,
+                rejected_drafts=rejected,
                 **fields,
             )
         )
@@ -271,18 +279,31 @@ class StepLoop:
 
     def _run_works(self, works: list[ScheduledWork]) -> None:
         blamed = self.steps.blamed
-        for seq, sampled in self.steps.run(works):
-            if isinstance(sampled, StoreError):
-                self._retry_or_fail(seq, sampled)
-                continue
-            seq.missing_expert = None
-            if isinstance(sampled, SampledToken):
-                with self._failing_alone(seq):
-                    self._deliver_token(seq, sampled)
-            elif sampled is not None and not self.steps.restart(seq, sampled):
-                self._finish(seq, "error", sampled)
+        outcomes = self.steps.run(works)
+        while outcomes:
+            outcomes = self.steps.check_drafts([outcome for outcome in outcomes if self._use_outcome(outcome)])
+        self.steps.end_drafts()
         if self.steps.blamed > blamed:
             self.check_integrity()
+
+    def _use_outcome(self, outcome: SequenceOutcome) -> bool:
+        """Delivers a token, or ends or retries the sequence. Returns whether its draft went on with that token."""
+        seq, sampled, draft = outcome
+        if isinstance(sampled, StoreError):
+            self._retry_or_fail(seq, sampled)
+            return False
+        seq.missing_expert = None
+        if isinstance(sampled, SampledToken):
+            drafted = draft.tokens if draft is not None else ()
+            agrees = drafted[:1] == (sampled.token,)
+            seq.checked_drafts[0] += agrees
+            seq.checked_drafts[1] += 0 if agrees else len(drafted)
+            with self._failing_alone(seq):
+                self._deliver_token(seq, sampled)
+            return agrees and self._requests.get(seq.request.id) is seq
+        if sampled is not None and not self.steps.restart(seq, sampled):
+            self._finish(seq, "error", sampled)
+        return False
 
     def _note_progress(self, works: list[ScheduledWork]) -> None:
         """Moves the deadlines of the requests that were computed, and of the waiting ones if their queue has moved."""

@@ -77,10 +77,11 @@ FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this lo
 
 
 class ScheduledWork(NamedTuple):
-    """One sequence and the number of its tokens that the step computes."""
+    """One sequence and the number of its tokens that the step computes, and drafted tokens to check after these."""
 
     seq: Sequence
     tokens: int
+    draft: tuple[int, ...] = ()
 
 
 class PrefillWork(NamedTuple):
@@ -191,12 +192,12 @@ class Scheduler:
         cut = self._schedule_cut(limits) if limits else []
         whole = [seq for seq in self.running if seq.identity.principal not in limits or seq.missing_expert is not None]
         decoding = [ScheduledWork(seq, 1) for seq in whole if seq.decoding]
-        budget = self._chunk_budget.prefill_tokens(len(decoding) + sum(tokens for _, tokens in cut))
+        budget = self._chunk_budget.prefill_tokens(len(decoding) + sum(work.tokens for work in cut))
         prefilling = [seq for seq in whole if not seq.decoding]
         works = sorted([*decoding, *cut], key=lambda work: not work.seq.decoding)
         works += self._schedule_prefills(prefilling, now_s, budget)
         self.steps += 1
-        for seq, tokens in works:
+        for seq, tokens, _ in works:
             seq.last_step = self.steps
             self._blocks.prepare(seq, tokens)
         return works

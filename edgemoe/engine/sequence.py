@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from edgemoe.engine.grammar import GrammarMatcher
+    from edgemoe.engine.speculation import RequestDrafts
 
 MAX_GRAMMAR_CHARS = 1 << 22  # serialised: a few times the longest that a front makes
 
@@ -48,6 +49,7 @@ def check_request(request: Request, emitted: Row[int], limits: RequestLimits, *,
         raise InvalidRequest(f"the request is out of bounds: {error}", code="invalid_request") from error
     _check_tokens("prompt", request.prompt, limits.vocab)
     _check_tokens("emitted", emitted, limits.vocab)
+    _check_tokens("prediction", request.expected, limits.vocab)
     _check_tokens("logit_bias", list(request.sampling.logit_bias), limits.vocab)
     _check_tokens("stop_token_ids", request.sampling.stop_token_ids, limits.vocab)
     asked = request.sampling.prompt_logprobs
@@ -127,6 +129,8 @@ class Sequence:
         self.matcher: GrammarMatcher | None = None  # its position in the grammar
         self.restarted = False  # has been computed again because its scores were no numbers
         self.swapped: SwappedBlocks | None = None
+        self.drafts: RequestDrafts | None = None  # from its first drafted step on
+        self.checked_drafts = [0, 0]  # drafted tokens accepted and rejected since its last emission
         self.missing_expert: StoreError | None = None  # why its last step failed, if it did
         self.missing_since_s = 0.0  # and since when
 

@@ -83,6 +83,10 @@ class StepShares:
         self._stretch = stretch
         self._contended = 0  # steps in which somebody decoded
 
+    def tokens_within_stretch(self, tokens: int) -> int:
+        """Returns how many tokens a step may have without lengthening one of `tokens` beyond the bound."""
+        return self.prices.tokens_within(self._stretch, tokens) if self._stretch else SIZES[-1]
+
     def divide(
         self, wanted: Mapping[str, int], decoding: Mapping[str, int], accounts: ServiceAccounts
     ) -> dict[str, int]:

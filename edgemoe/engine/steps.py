@@ -33,43 +33,55 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, St
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler
+    from edgemoe.engine.speculation import Speculation
 
 
 def describe(works: Rows[ScheduledWork]) -> StepMeta:
     """Returns the works' next tokens laid end to end, with the sequence that each belongs to."""
     tokens: list[int] = []
-    for seq, count in works:
-        tokens += seq.tokens[seq.computed : seq.computed + count]
+    for seq, count, draft in works:
+        tokens += [*seq.tokens[seq.computed : seq.computed + count], *draft]
+    counts = [count + len(draft) for _, count, draft in works]
+    drafted = [len(draft) for _, _, draft in works]
     return StepMeta(
-        requests=tuple(seq.request.id for seq, _ in works),
-        query_lens=np.array([count for _, count in works]),
-        decode=np.array([seq.decoding for seq, _ in works]),
+        requests=tuple(work.seq.request.id for work in works),
+        query_lens=np.array(counts),
+        decode=np.array([work.seq.decoding for work in works]),
         tokens=np.array(tokens),
-        positions=np.concatenate([np.arange(seq.computed, seq.computed + count) for seq, count in works]),
-        conversations=np.array([seq.conversation for seq, _ in works]),
+        positions=np.concatenate(
+            [np.arange(work.seq.computed, work.seq.computed + count) for work, count in zip(works, counts, strict=True)]
+        ),
+        conversations=np.array([work.seq.conversation for work in works]),
+        drafted=np.array(drafted if any(drafted) else [], np.int64),
     )
 
 
 def make_batch(works: Rows[ScheduledWork], meta: StepMeta) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
-    These are the tokens of `prompt_logprob_positions`, then the sequence's last token if the step computes it.
+    These are the tokens of `prompt_logprob_positions`, then the sequence's last token if the step computes it, with the
+    drafted tokens behind it.
     """
     wanted: list[int] = []
     for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
-        first = int(start) - work.seq.computed
+        first, last = int(start) - work.seq.computed, int(start) + work.tokens - 1
         wanted += [first + place for place in work.seq.prompt_logprob_positions(work.tokens)]
         if completes(work):
-            wanted.append(int(start) + work.tokens - 1)
+            wanted += range(last, last + 1 + len(work.draft))
+    each = [(work.tokens, *[1] * len(work.draft)) for work in works]
     return Batch(
         tokens=torch.from_numpy(meta.tokens),
         positions=torch.from_numpy(meta.positions),
-        query_lens=[count for _, count in works],
-        context_lens=[seq.computed + count for seq, count in works],
-        block_tables=[seq.blocks for seq, _ in works],
+        query_lens=[count for counts in each for count in counts],
+        context_lens=[
+            context
+            for work, counts in zip(works, each, strict=True)
+            for context in (work.seq.computed + np.cumsum(counts)).tolist()
+        ],
+        block_tables=[work.seq.blocks for work, counts in zip(works, each, strict=True) for _ in counts],
         logit_rows=torch.tensor(wanted, dtype=torch.int64),
         decode=bool(meta.decode.all()),
-        states=[StateUse(seq.state, seq.next_states) for seq, _ in works if seq.next_states],
+        states=[StateUse(work.seq.state, work.seq.next_states) for work in works if work.seq.next_states],
     )
 
 
@@ -79,11 +91,17 @@ def completes(work: ScheduledWork) -> bool:
 
 
 def token_blocks(works: Rows[ScheduledWork]) -> IntArray:
-    """Returns the KV block of each of the step's tokens, [T]."""
+    """Returns the KV block of each of the step's tokens that are not drafts."""
     blocks: list[int] = []
-    for seq, count in works:
+    for seq, count, _ in works:
         blocks += [seq.blocks[place // BLOCK_TOKENS] for place in range(seq.computed, seq.computed + count)]
     return np.array(blocks)
+
+
+def rows_of(works: Rows[ScheduledWork]) -> IntArray:
+    """Returns the rows of the step's tokens that are not drafts."""
+    drafted = np.concatenate([np.repeat([False, True], (count, len(draft))) for _, count, draft in works])
+    return np.flatnonzero(~drafted)
 
 
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
@@ -197,31 +215,40 @@ class ForwardRunner:
         return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 
     def commit(self, step: ForwardResult) -> None:
-        """Counts the step's tokens as computed, adds to the totals, and hands the routing to `observe`."""
+        """Counts the step's tokens, without drafts, as computed, and adds to the totals."""
         works, _, routing, step_s = step
         meta = routing.meta
-        self._blocks.observe(token_blocks(works), routing.ids)
-        for seq, tokens in works:
+        ids = routing.ids[:, rows_of(works)] if len(meta.drafted) else routing.ids
+        self._blocks.observe(token_blocks(works), ids)
+        for seq, tokens, _ in works:
             self._blocks.advance(seq, tokens)
-        decoding = int(meta.decode.sum())
-        prompt_tokens = len(meta.tokens) - decoding
+        decoding, prompt_tokens = int(meta.decode.sum()), meta.prompt_tokens
         if prompt_tokens:
             self._chunk_budget.observe(prompt_tokens, step_s)
         phase = "prefill" if prompt_tokens else "decode"
         self.totals["steps", phase] += 1
         self.totals["seconds", phase] += step_s
-        self.totals["experts", phase] += _count_active_experts(routing)
+        self.totals["experts", phase] += count_active_experts(routing.ids)
         self.totals["tokens", "prefill"] += prompt_tokens
         self.totals["tokens", "decode"] += decoding
+
+    def accept_draft(self, seq: Sequence, ids: npt.NDArray[np.int16]) -> None:
+        """Counts the last token of `seq`, which a committed step computed as a draft with routing `ids` [L, 1, k]."""
+        self._blocks.observe(np.array([seq.blocks[seq.computed // BLOCK_TOKENS]]), ids)
+        self._blocks.advance(seq, 1)
+        self.totals["tokens", "decode"] += 1
+
+    def report(self, routing: StepRouting) -> None:
+        """Hands a step's routing, without rejected drafts, to `observe`."""
         if self._watchers.observe is not None:
             self._watchers.observe(routing)
 
 
-def _count_active_experts(routing: StepRouting) -> int:
-    """Counts the distinct experts that the step touched, summed over layers."""
-    layers = len(routing.ids)
-    touched = np.zeros((layers, int(routing.ids.max()) + 1), np.bool_)
-    touched[np.arange(layers)[:, None, None], routing.ids] = True
+def count_active_experts(ids: npt.NDArray[np.int16]) -> int:
+    """Counts the distinct experts of a routing [L, T, k], summed over layers."""
+    layers = len(ids)
+    touched = np.zeros((layers, int(ids.max()) + 1), np.bool_)
+    touched[np.arange(layers)[:, None, None], ids] = True
     return int(touched.sum())
 
 
@@ -231,11 +258,25 @@ FATAL_ERRORS = (MemoryError, torch.AcceleratorError)  # never one request's faul
 PROBE_REQUEST = Request(id="\0nobody's", prompt=(0,), sampling=Sampling(), seed=0)
 
 
+class UncheckedDraft(NamedTuple):
+    """The drafted tokens of one sequence that are still to be checked."""
+
+    tokens: tuple[int, ...]
+    logits: torch.Tensor  # [n, V] behind each of these tokens
+    work: int  # the sequence's place among the step's works
+    row: int  # of the first token among the step's tokens
+
+    def rest(self) -> UncheckedDraft:
+        """Returns the draft without its first token."""
+        return UncheckedDraft(self.tokens[1:], self.logits[1:], self.work, self.row + 1)
+
+
 class SequenceOutcome(NamedTuple):
     """A step's result for one sequence: a token, an error, or None while its prompt is not all computed."""
 
     seq: Sequence
     sampled: SampledToken | EdgemoeError | None
+    draft: UncheckedDraft | None = None  # goes on with the token, if that is its first
 
 
 class UncommittedStep(NamedTuple):
@@ -246,12 +287,21 @@ class UncommittedStep(NamedTuple):
     outcomes: list[SequenceOutcome]
 
 
+class CommittedStep(NamedTuple):
+    """A committed step, and how many tokens of each work's draft were accepted so far, [S]."""
+
+    computed: ForwardResult
+    accepted: IntArray
+    step_s: float  # with sampling
+
+
 class StepRunner:
     """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
-    def __init__(self, runner: ForwardRunner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: ForwardRunner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
         self.blamed = 0  # requests that ended with an exception of their own
-        self._runner, self._scheduler = runner, scheduler
+        self._runner, self._scheduler, self._speculation = runner, scheduler, speculation
+        self._checking: CommittedStep | None = None  # whose drafts are being checked
 
     def run(self, works: Rows[ScheduledWork], again: bool = False) -> list[SequenceOutcome]:
         """Computes and commits one step, or several smaller ones after a failure.
@@ -264,18 +314,61 @@ class StepRunner:
             attempt = self._compute_and_sample(works)
         except FATAL_ERRORS:
             raise
-        except StoreError as error:
+        except Exception as error:
+            if self._speculation is not None and any(work.draft for work in works):  # the drafts may be at fault
+                return self.run(self._speculation.without_drafts(works), again)
+            return self._run_parts(works, again, error)
+        tokens, step_s = len(attempt.computed.routing.meta.tokens), time.perf_counter() - began_s
+        self._scheduler.step_shares.prices.observe(tokens, step_s)
+        return self._commit(attempt, step_s)
+
+    def check_drafts(self, outcomes: Rows[SequenceOutcome]) -> list[SequenceOutcome]:
+        """Samples the tokens behind drafted ones that were right, and counts these as computed.
+
+        `outcomes` are the last ones whose token was delivered and is their draft's first. Returns the next ones. A
+        sequence that fails is left out: the next step computes its token without drafts.
+        """
+        step, agreed = self._checking, [(each.seq, each.draft) for each in outcomes if each.draft is not None]
+        if step is None or not agreed:
+            return []
+        try:
+            logits = torch.cat([draft.logits[:1] for _, draft in agreed])
+            sampled = sample(logits, [seq for seq, _ in agreed])
+        except FATAL_ERRORS:
+            raise
+        except Exception as error:
+            log.warning("drafts cannot be checked", exc_info=error)
+            return []
+        found = []
+        for (seq, draft), token in zip(agreed, sampled, strict=True):
+            if isinstance(token, SampledToken):
+                self._runner.accept_draft(seq, step.computed.routing.ids[:, draft.row : draft.row + 1])
+                step.accepted[draft.work] += 1
+                found.append(SequenceOutcome(seq, token, draft.rest()))
+        return found
+
+    def end_drafts(self) -> None:
+        """Reports the step whose drafts were checked, if there is one."""
+        if (step := self._checking) is not None:
+            self._checking = None
+            self._runner.report(step.computed.routing.without_rejected(step.accepted))
+            self._observe_speed(step)
+
+    def _observe_speed(self, step: CommittedStep) -> None:
+        routing = step.computed.routing
+        if self._speculation is not None and routing.meta.decode.all():
+            self._speculation.observe(step.computed.works, step.accepted, routing, step.step_s)
+
+    def _run_parts(self, works: Rows[ScheduledWork], again: bool, error: Exception) -> list[SequenceOutcome]:
+        """Computes a failed step in smaller ones, down to the sequence that fails alone."""
+        if isinstance(error, StoreError):
             if len(works) == 1:
                 return [SequenceOutcome(works[0].seq, error)]
             size = 1  # each failure may have waited for other boxes
-        except Exception as error:
-            if len(works) == 1 and again:
-                return [self._blame_after_probe(works[0].seq, error)]
-            size = -(-len(works) // 2)
+        elif len(works) == 1 and again:
+            return [self._blame_after_probe(works[0].seq, error)]
         else:
-            tokens = sum(work.tokens for work in works)
-            self._scheduler.step_shares.prices.observe(tokens, time.perf_counter() - began_s)
-            return self._commit(attempt)
+            size = -(-len(works) // 2)
         parts = [works[first : first + size] for first in range(0, len(works), size)]
         return [outcome for part in parts for outcome in self.run(part, again=True)]
 
@@ -308,23 +401,37 @@ class StepRunner:
         computed = self._runner.compute(works)
         prompt_logprobs, logits, row = [], computed.logits, 0
         last: list[int] = []
-        for work in works:
+        drafts: list[UncheckedDraft | None] = []
+        ends = computed.routing.meta.sure_rows.tolist()
+        for at, work in enumerate(works):
             if places := work.seq.prompt_logprob_positions(work.tokens):
                 prompt_logprobs.append(
                     (work.seq, prompt_logprobs_of(work.seq, logits[row : row + len(places)], places))
                 )
             row += len(places) + completes(work)
             last += [row - 1] * completes(work)
+            behind = logits[row : row + len(work.draft)]
+            drafts.append(UncheckedDraft(work.draft, behind, at, ends[at] + 1) if work.draft else None)
+            row += len(work.draft)
         done = [work.seq for work in works if completes(work)]
-        sampled = iter(sample(logits[last] if prompt_logprobs else logits, done) if done else ())
-        outcomes = [SequenceOutcome(work.seq, next(sampled) if completes(work) else None) for work in works]
+        sampled = iter(sample(logits if len(last) == len(logits) else logits[last], done) if done else ())
+        outcomes = [
+            SequenceOutcome(work.seq, next(sampled) if completes(work) else None, draft)
+            for work, draft in zip(works, drafts, strict=True)
+        ]
         return UncommittedStep(computed, prompt_logprobs, outcomes)
 
-    def _commit(self, attempt: UncommittedStep) -> list[SequenceOutcome]:
+    def _commit(self, attempt: UncommittedStep, step_s: float) -> list[SequenceOutcome]:
         """Commits the step's results. Runs no code that a request's settings can make raise."""
         self._runner.commit(attempt.computed)
         for seq, lines in attempt.prompt_logprobs:
             seq.prompt_logprobs += lines
+        step = CommittedStep(attempt.computed, np.zeros(len(attempt.outcomes), np.int64), step_s)
+        if len(attempt.computed.routing.meta.drafted):
+            self._checking = step
+        else:
+            self._runner.report(attempt.computed.routing)
+            self._observe_speed(step)
         return attempt.outcomes
 
     def _blame_after_probe(self, seq: Sequence, error: Exception) -> SequenceOutcome:

@@ -145,9 +145,12 @@ def _recorded(paths: Sequence[Path]) -> list[Ids]:
         for step in steps:
             meta = step.meta
             ends = np.cumsum(meta.query_lens)
-            for request, end, decodes in zip(meta.requests, ends.tolist(), meta.decode.tolist(), strict=True):
+            counts = meta.query_lens.tolist()
+            for request, end, count, decodes in zip(
+                meta.requests, ends.tolist(), counts, meta.decode.tolist(), strict=True
+            ):
                 if decodes:
-                    tokens[request].append(step.ids[:, end - 1])
+                    tokens[request] += step.ids[:, end - count : end].swapaxes(0, 1)
     if len(models) > 1:
         raise StoreError(f"{paths[0].parent} holds recordings of several models; replay one at a time")
     return [np.stack(ids) for ids in tokens.values()]

@@ -141,6 +141,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     principal: Label = ""  # authenticated; "" from a front of an earlier release: then each user counts alone
     salt: Salt = b""  # of the keys of its cached blocks: only requests with the same one share them
     private_salt: Salt = b""  # of the keys of blocks that were fetched for it alone, and of its blocks behind them
+    expected: Tokens = ()  # a text that the output may repeat in part, as a source of drafts; changes no token
 
     @property
     def identity(self) -> Identity:
@@ -172,3 +173,5 @@ class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ar
     retry_after_s: Seconds = 0.0  # with error_code "queue_full"
     cached_tokens: TokenCount = 0  # prompt tokens that the prefix cache supplied; on the first emission only
     prompt_logprobs: PromptLogprobs = ()  # from the prompt's second token on; on the first emission only
+    accepted_drafts: TokenCount = 0  # drafted tokens that were right and wrong, since the emission before
+    rejected_drafts: TokenCount = 0

@@ -26,6 +26,19 @@ class StepMeta:
     positions: IntArray  # [T]
     conversations: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     """[S] `conversation_of` each one's whole prompt, what the prefix cache supplied included; empty where unknown."""
+    drafted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """[S] the last tokens of each that are drafts; empty where there are none."""
+
+    @property
+    def sure_rows(self) -> IntArray:
+        """Returns the row [S] of each sequence's last token that is not a draft."""
+        ends: IntArray = np.cumsum(self.query_lens) - 1
+        return ends - self.drafted if len(self.drafted) else ends
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Counts the tokens of sequences that are not decoding."""
+        return int(self.query_lens[~self.decode].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,29 @@ class StepRouting:
     step_s: float  # wall time of the step
     stall_s: float  # part of step_s that was spent waiting for experts
     hidden: FloatArray | None = None  # [L, T, H] the input of each layer's experts; None where not collected
+
+    def without_rejected(self, accepted: IntArray) -> StepRouting:
+        """Returns the step with only the first `accepted` [S] of each sequence's drafted tokens."""
+        meta = self.meta
+        rejected = meta.drafted - accepted
+        ends = np.cumsum(meta.query_lens)
+        gone = [np.arange(end - count, end) for end, count in zip(ends.tolist(), rejected.tolist(), strict=True)]
+        rows = np.delete(np.arange(len(meta.tokens)), np.concatenate(gone))
+        kept = replace(
+            meta,
+            query_lens=meta.query_lens - rejected,
+            tokens=meta.tokens[rows],
+            positions=meta.positions[rows],
+            drafted=accepted,
+        )
+        return replace(
+            self,
+            meta=kept,
+            ids=self.ids[:, rows],
+            weights=self.weights[:, rows],
+            hints={distance: hints[:, rows] for distance, hints in self.hints.items()},
+            hidden=None if self.hidden is None else self.hidden[:, rows],
+        )
 
 
 BLOCK_TOKENS = 16  # tokens per KV block, everywhere
@@ -56,7 +92,8 @@ class Batch:
     """One step's tokens: S sequences, each contributing `query_lens[s]` tokens, laid end to end (T in all).
 
     A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens are written
-    to the KV blocks first. Then each token attends to its sequence's positions up to its own.
+    to the KV blocks first. Then each token attends to its sequence's positions up to its own. So drafted tokens stand
+    behind their sequence's own as sequences of one token, with the same blocks and ever longer contexts.
     """
 
     tokens: torch.Tensor  # [T] int64, on the CPU as all of a batch

@@ -75,7 +75,7 @@ class Engine:
         """Schedules and computes one step."""
         works = self.scheduler.schedule(self.now_s)
         self.now_s += self.step_s
-        for seq, tokens in works:
+        for seq, tokens, _ in works:
             self.blocks.advance(seq, tokens)
             if not seq.uncomputed:
                 seq.tokens.append(1)
@@ -305,7 +305,7 @@ def test_backlogged_users_are_served_alike_at_any_size_of_requests() -> None:
         engine.submit(150, output=5, user="large")
     served: dict[str, int] = {"small": 0, "large": 0}
     while all(any(seq.identity.user == user for seq in engine.scheduler.waiting) for user in served):
-        for seq, tokens in engine.step():
+        for seq, tokens, _ in engine.step():
             served[seq.identity.user] += tokens
     assert 0.4 < served["large"] / sum(served.values()) < 0.75
 
@@ -438,7 +438,7 @@ def test_principals_are_served_alike_however_many_users_one_of_them_names(users:
         engine.submit(50, output=5, user="v", principal="v")
     served: Counter[str] = Counter()
     while all(any(seq.identity.principal == one for seq in engine.scheduler.waiting) for one in "mv"):
-        for seq, tokens in engine.step():
+        for seq, tokens, _ in engine.step():
             served[seq.identity.principal] += tokens
     assert 0.4 < served["v"] / served.total() < 0.6
 

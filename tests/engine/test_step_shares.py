@@ -75,11 +75,11 @@ class SteppedScheduler:
         tokens = sum(work.tokens for work in works)
         step_s = self.seconds(tokens)
         self.now_s += step_s
-        prefilled = sum(count for seq, count in works if not seq.decoding)
+        prefilled = sum(count for seq, count, _ in works if not seq.decoding)
         self.scheduler.step_shares.prices.observe(tokens, step_s)
         if prefilled:
             self.chunk_budget.observe(prefilled, step_s)
-        for seq, count in works:
+        for seq, count, _ in works:
             self.done[seq.identity.principal] += count
             self.last_s[seq.request.id] = self.now_s
             self.blocks.advance(seq, count)

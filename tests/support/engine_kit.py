@@ -195,7 +195,7 @@ class Drive:
         self.now_s = 0.0
         self.emitted: list[Emission] = []
         self.model = model = model or plain_model()
-        chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, **settings}
+        chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, "drafts": "off", **settings}
         cache = model.cache(blocks)
         slots = 0 if cache.states is None else len(cache.states.data)
         self.engine = Engine(
@@ -221,6 +221,7 @@ class Drive:
         principal: str = "",
         salt: bytes = b"",
         private_salt: bytes = b"",
+        expected: Sequence[int] = (),
         remaining_s: float = 1e6,
         waited_s: float = 0.0,
         **sampling: Any,
@@ -238,6 +239,7 @@ class Drive:
             principal=principal,
             salt=salt,
             private_salt=private_salt,
+            expected=tuple(expected),
         )
         self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s, waited_s)
 

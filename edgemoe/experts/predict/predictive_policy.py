@@ -106,7 +106,7 @@ class RankPredictor:
     def on_step_begun(self, meta: StepMeta, ids: Ids) -> None:
         """Begins a step. Its routing will be written into `ids` [L, T, k], layer by layer, over -1."""
         decode = np.flatnonzero(meta.decode)
-        self.begin_step([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
+        self.begin_step([meta.requests[i] for i in decode.tolist()], ids, meta.sure_rows[decode])
 
     def begin_step(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
         """Begins a step in which these sequences decode, with the last tokens `rows`."""
@@ -150,14 +150,16 @@ class RankPredictor:
         return self.end_step(share_of(routing))
 
     def add_prompts(self, meta: StepMeta, ids: Ids) -> None:
-        """Adds the prompts' part of the routing [L, T, k] of a step that ends now."""
+        """Adds the prompts' part of the routing [L, T, k] of a step that ends now, and that of accepted drafts."""
         decoding = int(np.count_nonzero(meta.decode))
-        if not self.ready or decoding >= TRACKS:
+        if not self.ready:
             return
         ends = np.cumsum(meta.query_lens)
-        for at in np.flatnonzero(~meta.decode)[: TRACKS - decoding].tolist():
+        for at in np.flatnonzero(~meta.decode)[: max(0, TRACKS - decoding)].tolist():
             first, last = ends[at] - meta.query_lens[at], ends[at]
             self._prompted |= self.predictor.add_prompt(meta.requests[at], ids[:, first:last])
+        for at in np.flatnonzero(meta.decode & (meta.query_lens > 1))[:TRACKS].tolist():
+            self.predictor.add_prompt(meta.requests[at], ids[:, meta.sure_rows[at] + 1 : ends[at]])
 
     def end_step(self, share_s: float) -> bool:
         """Ends a step, after `add_prompts`; learning may cost `share_s` of processor time."""

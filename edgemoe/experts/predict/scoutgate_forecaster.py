@@ -382,9 +382,9 @@ class ScoutGateForecaster:
         if (tables := self._tables) is None:
             return
         began = time.perf_counter()
-        ends = np.cumsum(meta.query_lens)
-        for request, end, count in zip(meta.requests, ends.tolist(), meta.query_lens.tolist(), strict=True):
-            tokens, position = meta.tokens[end - count : end], int(meta.positions[end - count])
+        begins, ends = np.cumsum(meta.query_lens) - meta.query_lens, meta.sure_rows + 1
+        for request, begin, end in zip(meta.requests, begins.tolist(), ends.tolist(), strict=True):
+            tokens, position = meta.tokens[begin:end], int(meta.positions[begin])
             self._append(request, tokens, position, tables.export.shape.window)
         decoding = [request for request, decodes in zip(meta.requests, meta.decode, strict=True) if decodes]
         if not decoding:
@@ -399,6 +399,14 @@ class ScoutGateForecaster:
         self._latest = step, decoding, probs
         self.forecast = ScoutGateForecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
         self._seconds.append(time.perf_counter() - began)
+
+    def _append_accepted(self, meta: StepMeta, window: int) -> None:
+        """Appends drafted tokens that were accepted."""
+        if len(meta.drafted):
+            for request, row, count in zip(meta.requests, meta.sure_rows.tolist(), meta.drafted.tolist(), strict=True):
+                if count:
+                    drafted = slice(row + 1, row + 1 + count)
+                    self._append(request, meta.tokens[drafted], int(meta.positions[row + 1]), window)
 
     def _append(self, request: str, tokens: IntArray, position: int, window: int) -> None:
         track = self._tracks.pop(request, None)
@@ -415,7 +423,8 @@ class ScoutGateForecaster:
             return
         sizes = self._served.geometry
         layers, experts, top_k = sizes.layers, sizes.experts, sizes.top_k
-        rows = np.cumsum(routing.meta.query_lens) - 1  # [S] each sequence's last token
+        self._append_accepted(routing.meta, self._tables.export.shape.window)
+        rows = routing.meta.sure_rows  # [S] of the tokens for which forecasts were made
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
         flat += (np.arange(layers) * experts)[:, None, None]
         made_at, made_for, probs = self._latest
