@@ -97,18 +97,11 @@ class Engine:
             kv_swap = KVSwap(model.kv, self.blocks, block_bytes, budget.kv_swap_bytes, model.kv.states)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = ForwardRunner(model, self.blocks, chunk_budget, watchers)
-        self.speculation: Speculation | None = None
         if settings.drafts == "lookup" and states is None:  # a rejected token's state could not be taken back
-            self.speculation = Speculation(self.blocks, self.scheduler.step_shares, self.limits.context_tokens)
+            speculation = Speculation(self.blocks, self.scheduler.step_shares, self.limits.context_tokens)
+            self.scheduler.speculation = speculation
         self.loop = StepLoop(
-            self.scheduler,
-            self.runner,
-            self.limits,
-            emit,
-            grammars,
-            clock,
-            budget.missing_expert_timeout_s,
-            self.speculation,
+            self.scheduler, self.runner, self.limits, emit, grammars, clock, budget.missing_expert_timeout_s
         )
         self._grammars = grammars
 
@@ -128,6 +121,11 @@ class Engine:
         thread.start()
         return thread
 
+    @property
+    def speculation(self) -> Speculation | None:
+        """Returns the part that drafts tokens; None where the setting or the model has none."""
+        return self.scheduler.speculation
+
     def compute_again(self) -> None:
         """Computes the keys and values of all running requests again, and empties the prefix cache, before the next
         step. From any thread.
@@ -136,8 +134,8 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""
-        metrics = engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)
-        return metrics if self.speculation is None else metrics | self.speculation.metrics()
+        metrics, speculation = engine_metrics(self.loop, self.scheduler, self.runner, self.blocks), self.speculation
+        return metrics if speculation is None else metrics | speculation.metrics()
 
     def close(self) -> None:
         """Ends the grammar thread. Must be called after the loop has ended."""

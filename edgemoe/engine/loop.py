@@ -32,7 +32,6 @@ from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
-    from edgemoe.engine.speculation import Speculation
 
 T = TypeVar("T")
 Emit = Callable[[list[Emission]], None]
@@ -54,16 +53,14 @@ class StepLoop:
         grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
-        speculation: Speculation | None = None,
     ) -> None:
         """Calls `emit` on the compute thread with the emissions of each step.
 
-        A request whose expert is missing is retried for `missing_expert_timeout_s`. `speculation` drafts tokens.
+        A request whose expert is missing is retried for `missing_expert_timeout_s`.
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
-        self.steps, self._runner = StepRunner(runner, scheduler, speculation), runner
-        self._speculation = speculation
+        self.steps, self._runner = StepRunner(runner, scheduler), runner
         self._scheduler, self._limits = scheduler, limits
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -139,8 +136,6 @@ class StepLoop:
                 late = DeadlineExceeded(f"the request made no progress for {seq.timeout_s:g} s (api.request_timeout_s)")
                 self._finish(seq, "error", seq.missing_expert or late)
             works = [] if self._stopped else self._scheduler.schedule(now_s)
-            if self._speculation is not None:
-                works = self._speculation.add_drafts(works)
             self._compute_step(works)
             self._note_progress(works)
             self._flush_emissions()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from edgemoe.engine.step_shares import StepPrices, StepShares
 from edgemoe.policy import sjf
 from edgemoe.types.principal import NOBODY, Identity
 from edgemoe.types.step import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from edgemoe.engine.speculation import Speculation
 
 MEMORY = 0.9  # weight of the past at each new step
 FIRST_GUESS_TOKENS_PER_S = 2000.0
@@ -115,6 +118,7 @@ class Scheduler:
         self._blocks = blocks
         self._chunk_budget = chunk_budget
         self.step_shares = StepShares(settings.step_stretch, StepPrices())
+        self.speculation: Speculation | None = None  # drafts tokens
         self.steps = 0
         self._kv_swap = kv_swap
         self.admissions = 0
@@ -184,7 +188,7 @@ class Scheduler:
         self._blocks.forget_all()
 
     def schedule(self, now_s: float) -> list[ScheduledWork]:
-        """Returns the next step's work, decoding sequences first. Every token has a place in a KV block."""
+        """Returns the next step's work, decoding sequences first. Every token has a place in a KV block, drafts too."""
         self._extend_decoding()
         if self.waiting:
             self._admit(now_s)
@@ -200,7 +204,13 @@ class Scheduler:
         for seq, tokens, _ in works:
             seq.last_step = self.steps
             self._blocks.prepare(seq, tokens)
-        return works
+        return works if self.speculation is None else self.speculation.add_drafts(works)
+
+    def drop_drafts(self, works: Iterable[ScheduledWork]) -> list[ScheduledWork]:
+        """Returns the works without drafts, and releases the blocks that only these need."""
+        for work in works:
+            self._blocks.trim(work.seq)
+        return [work._replace(draft=()) for work in works]
 
     # --- running
 

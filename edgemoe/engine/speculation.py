@@ -88,12 +88,6 @@ class Speculation:
         rows, right = len(routing.meta.tokens), int(accepted.sum())
         self.governor.observe(DraftedStep(rows, drafted, right, experts, sure, step_s, routing.stall_s))
 
-    def without_drafts(self, works: Row[ScheduledWork]) -> list[ScheduledWork]:
-        """Returns the works without drafts, whose blocks are released."""
-        for work in works:
-            self._blocks.trim(work.seq)
-        return [work._replace(draft=()) for work in works]
-
     def _draft(self, seq: Sequence) -> Draft:
         drafts = self._drafts_of(seq)
         drafts.lookup.follow(seq.tokens)

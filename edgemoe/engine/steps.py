@@ -33,7 +33,6 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, St
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler
-    from edgemoe.engine.speculation import Speculation
 
 
 def describe(works: Rows[ScheduledWork]) -> StepMeta:
@@ -298,9 +297,9 @@ class CommittedStep(NamedTuple):
 class StepRunner:
     """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
-    def __init__(self, runner: ForwardRunner, scheduler: Scheduler, speculation: Speculation | None = None) -> None:
+    def __init__(self, runner: ForwardRunner, scheduler: Scheduler) -> None:
         self.blamed = 0  # requests that ended with an exception of their own
-        self._runner, self._scheduler, self._speculation = runner, scheduler, speculation
+        self._runner, self._scheduler = runner, scheduler
         self._checking: CommittedStep | None = None  # whose drafts are being checked
 
     def run(self, works: Rows[ScheduledWork], again: bool = False) -> list[SequenceOutcome]:
@@ -315,8 +314,8 @@ class StepRunner:
         except FATAL_ERRORS:
             raise
         except Exception as error:
-            if self._speculation is not None and any(work.draft for work in works):  # the drafts may be at fault
-                return self.run(self._speculation.without_drafts(works), again)
+            if any(work.draft for work in works):  # the drafts may be at fault
+                return self.run(self._scheduler.drop_drafts(works), again)
             return self._run_parts(works, again, error)
         tokens, step_s = len(attempt.computed.routing.meta.tokens), time.perf_counter() - began_s
         self._scheduler.step_shares.prices.observe(tokens, step_s)
@@ -355,9 +354,9 @@ class StepRunner:
             self._observe_speed(step)
 
     def _observe_speed(self, step: CommittedStep) -> None:
-        routing = step.computed.routing
-        if self._speculation is not None and routing.meta.decode.all():
-            self._speculation.observe(step.computed.works, step.accepted, routing, step.step_s)
+        routing, speculation = step.computed.routing, self._scheduler.speculation
+        if speculation is not None and routing.meta.decode.all():
+            speculation.observe(step.computed.works, step.accepted, routing, step.step_s)
 
     def _run_parts(self, works: Rows[ScheduledWork], again: bool, error: Exception) -> list[SequenceOutcome]:
         """Computes a failed step in smaller ones, down to the sequence that fails alone."""
