@@ -50,8 +50,8 @@ def _cluster_heading(cluster: Json) -> Text:
         heading.append(f"etcd {state}: {format_size(etcd['resident_bytes'])}, {etcd['fsyncs']} fsyncs\n")
     if cluster["trouble"]:
         heading.append(f"No new plan: {cluster['trouble']}\n", "yellow")
-    for member in cluster["members"]:
-        if why := member.get("why"):
+    for why in [cluster.get("double"), *(member.get("why") for member in cluster["members"])]:
+        if why:
             heading.append(f"{why}\n", "red")
     return heading
 

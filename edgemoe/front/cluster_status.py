@@ -42,6 +42,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: Ta
         "unentitled_beats": plane.state.leader_tracker.unentitled_beats,
         "plan": None if plan is None else _plan(plan, digest),
         "trouble": plane.blocker,
+        "double": plane.state.incarnations.why_self(),
         "etcd": None if plane.etcd is None else _etcd(plane.etcd),
         "members": [
             _box(plane.state.node, "here", plane.announcement, plane.state.plans)
@@ -74,7 +75,7 @@ def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str,
         "version": roster.version if roster is not None else 0,
         "leader": plane.leader,
         "has_majority": voting is not None,
-        "trouble": plane.blocker,
+        "trouble": plane.state.incarnations.why_self() or plane.blocker,
         "boxes": rows,
         "invited": [{"node": each.node, "until_s": each.until_s} for each in roster.invited] if roster else [],
     }
@@ -161,7 +162,7 @@ def _member(plane: ControlPlane, member: Member, link: PeerLinkMeasured | None) 
     node = member.peer.node
     return _box(node, state_of(plane.state.members, member), member.announcement, plane.state.plans) | {
         "address": member.peer.address or (member.announcement.address if member.announcement else ""),
-        "why": member.refusal,
+        "why": member.refusal or plane.state.incarnations.why(node),
         "gone_s": plane.state.members.absent_s(node),
         "requests": member.beat.requests,
         "latency_s": link.latency_s if link is not None else None,

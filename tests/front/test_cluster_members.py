@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from support.front_kit import http_client
+from support.front_kit import http_client, settings_for
+from support.ports import free_ports
 from support.rolling import THIS, Box, ask, settings_of
 from support.waiting import until
 
+from edgemoe.cli.doctor import checks
+from edgemoe.cli.doctor.checks import CheckResult
 from edgemoe.cli.joining import join_cluster, read_token
 from edgemoe.cluster.rpc.invite_token import InviteToken
 from edgemoe.cluster.rpc.keys import load_secret
@@ -230,6 +233,108 @@ async def test_a_key_is_replaced_by_a_command_and_one_restart(tmp_path: Path, mo
 
         await until(has_one_key, LONG_S)
         await all_see(boxes.values(), **ABC)
+
+
+def copied(box: Box, folder: Path) -> Box:
+    """Returns a box with this one's name, key and state, as the image of its disk in another machine has."""
+    shutil.copytree(box.settings.cluster.state_dir, folder / "state", ignore=shutil.ignore_patterns("client:1"))
+    cluster = msgspec.structs.replace(
+        box.settings.cluster, listen=f"127.0.0.1:{free_ports(1)[0]}", state_dir=str(folder / "state")
+    )
+    made = settings_for(folder, Path(box.settings.model.path), cluster=cluster)
+    return Box(made, folder / "log")
+
+
+async def trouble(box: Box) -> str:
+    return str((await members(box)).get("trouble", ""))
+
+
+async def test_a_box_and_its_copy_are_named_and_one_of_them_is_followed(tmp_path: Path, model_dir: Path) -> None:
+    async with boxes_of(tmp_path, model_dir, "abc", coordination="raft") as boxes:
+        a, b, c = boxes.values()
+        await all_see(boxes.values(), **ABC)
+        await done(a, "begin")
+        await all_see(boxes.values(), **ABC)
+        copy = copied(c, tmp_path / "copy")
+        epoch = (await a.health())["cluster"]["epoch"]
+        copy.start(THIS)
+        try:
+            for box, place in ((a, copy), (b, copy), (c, copy), (copy, c)):
+                await until(lambda box=box, place=place: names(box, place.settings.cluster.listen), LONG_S)
+            right = await ask(a)
+            assert right
+            assert [await ask(box) for box in (b, c, copy)] == [right] * 3
+            await all_see(boxes.values(), **ABC)
+            assert (await a.health())["cluster"]["epoch"] == epoch
+            told = (await copy.health())["cluster"]["etcd"]
+            assert not told["healthy"]
+            assert told["starts"] == 0
+            findings = {
+                each.said: each.state for each in checked(await a.health()) if "two boxes run as c" in each.said
+            }
+            assert list(findings.values()) == ["failure"]
+        finally:
+            assert copy.process is not None
+            copy.process.kill()
+            copy.process.wait(10)
+        await until(lambda: quiet(boxes.values()), LONG_S)
+        assert "two boxes run with one name and key" in a.log.read_text()
+        assert "another box runs with this one's name and key" in copy.log.read_text()
+
+
+async def test_a_box_with_an_old_state_comes_back_as_a_learner(tmp_path: Path, model_dir: Path) -> None:
+    async with boxes_of(tmp_path, model_dir, "abc", coordination="raft") as boxes:
+        a, _, c = boxes.values()
+        await all_see(boxes.values(), **ABC)
+        await done(a, "begin")
+        await until(lambda: votes(c), LONG_S)
+        state = Path(c.settings.cluster.state_dir)
+        await c.leave()
+        shutil.copytree(state, tmp_path / "backup")
+        c.start(THIS)
+        await until(lambda: votes(c), LONG_S)
+        assert OLDER not in c.log.read_text()
+        await c.leave()
+        epoch = (await a.health())["cluster"]["epoch"]
+        shutil.rmtree(state)
+        shutil.copytree(tmp_path / "backup", state)
+        c.start(THIS)
+        await until(lambda: OLDER in c.log.read_text(), LONG_S)
+        await until(lambda: votes(c), LONG_S)
+        assert (state / "etcd" / "data.aside").exists()
+        await all_see(boxes.values(), **ABC)
+        assert (await c.health())["cluster"]["epoch"] - epoch <= 1
+        await c.leave()
+        c.start(THIS)
+        await until(lambda: votes(c), LONG_S)
+        assert c.log.read_text().count(OLDER) == 1
+
+
+OLDER = "the data of etcd is older than others remember: a backup, or a copy of this box; this box comes"
+
+
+async def votes(box: Box) -> bool:
+    """Whether the box's own etcd takes part."""
+    cluster = (await box.health()).get("cluster") or {}
+    return bool((cluster.get("etcd") or {}).get("healthy"))
+
+
+async def names(box: Box, address: str) -> bool:
+    """Whether the box's status names that address as one of two boxes with one key."""
+    cluster = (await box.health()).get("cluster") or {}
+    said = [cluster.get("double", ""), *(member.get("why", "") for member in cluster.get("members", []))]
+    return any(address in each for each in said)
+
+
+async def quiet(boxes: Iterable[Box]) -> bool:
+    """Whether no box sees two with one key."""
+    found = [(await box.health())["cluster"] for box in boxes]
+    return not any(each["double"] or any(member.get("why") for member in each["members"]) for each in found)
+
+
+def checked(health: dict[str, Any]) -> list[CheckResult]:
+    """Returns the findings of `edgemoe doctor` about the members."""
+    return list(checks.members(health["cluster"]))
 
 
 async def keys_of(box: Box, node: str) -> list[str]:

@@ -66,12 +66,14 @@ class FakeMember:
 
     def __init__(self, settings: Any, state: Any, *_rest: Any) -> None:
         self.node = settings.node
+        self.state = state
         self.process, self.resident_bytes, self.fsyncs = SimpleNamespace(starts=1), 0, 0
         self.agreement.voters = set(state.voters)
 
     @property
     def is_healthy(self) -> bool:
-        return self.agreement.reaches(self.node)
+        takes_part = self.agreement.running.get(self.node) is self and not self.state.incarnations.is_copy
+        return takes_part and self.agreement.reaches(self.node)
 
     @property
     def has_agreement(self) -> bool:
@@ -81,9 +83,15 @@ class FakeMember:
     def blocker(self) -> str:
         return "" if self.is_healthy else "etcd reaches no majority of the voters"
 
+    def _may_run(self) -> bool:
+        """Whether no other box runs as this voter, as far as the other boxes tell."""
+        return self.node not in self.agreement.running and not self.state.incarnations.is_copy
+
     async def run(self) -> None:
-        self.agreement.running[self.node] = self
         try:
+            while not self._may_run():
+                await asyncio.sleep(0.5)
+            self.agreement.running[self.node] = self
             await asyncio.Event().wait()
         finally:
             if self.agreement.running.get(self.node) is self:
@@ -160,7 +168,7 @@ class FakeStore:
 
     async def _reach(self) -> None:
         await asyncio.sleep(self.agreement.delay_s)
-        if not self.agreement.reaches(self.node):
+        if not self.member.is_healthy:
             raise CoordUnavailable(self.blocker)
 
 

@@ -30,7 +30,7 @@ from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.cluster.rpc.keys import AllowList, Peer, Secret
 from edgemoe.cluster.rpc.transport import ErrorCounter
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
@@ -80,10 +80,10 @@ class Channel:
         self.transport, self.serve, self.mishaps = transport, serve, HiddenNowhere(name)
         self.wanted: set[str] = set()
         self.up: set[str] = set()
-        self.cluster = transport.cluster
+        self.cluster, self.place = transport.cluster, transport.boot.partition("-")[0]
 
     def bind(self, _host: str, _port: int = 0) -> int:
-        self.cluster.channels[self.transport.node] = self
+        self.cluster.channels[self.place] = self
         self.cluster.join_up()
         return 1
 
@@ -94,8 +94,8 @@ class Channel:
             self.close()
 
     def close(self) -> None:
-        if self.cluster.channels.get(self.transport.node) is self:
-            del self.cluster.channels[self.transport.node]
+        if self.cluster.channels.get(self.place) is self:
+            del self.cluster.channels[self.place]
             self.cluster.join_up()
 
     def connect(self, peer: Peer) -> None:
@@ -114,8 +114,12 @@ class Channel:
 
     def notify_peer(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
         if node in self.up:
-            asyncio.get_running_loop().create_task(self._carry(node, body))
+            asyncio.get_running_loop().create_task(self._notify(node, body))
         return node in self.up
+
+    async def _notify(self, node: str, body: Any) -> None:
+        with suppress(EdgemoeError):  # nobody waits for an answer
+            await self._carry(node, body)
 
     async def ask(
         self, node: str, body: Any, _tensors: Sequence[Any] = (), *, timeout_s: float, aside: bool = False
@@ -132,7 +136,7 @@ class Channel:
         except TimeoutError as error:
             raise PeerUnavailable(f"{node} did not answer") from error
         except EdgemoeError as error:
-            raise error if isinstance(error, PeerUnavailable) else PeerRefused(f"{node}: {error}") from error
+            raise error if isinstance(error, PeerUnavailable | PeerBusy) else PeerRefused(f"{node}: {error}") from error
 
     async def _carry(self, node: str, body: Any) -> Answer[Any] | None:
         self.cluster.said[type(body).__name__] += 1
@@ -144,7 +148,7 @@ class Channel:
         envelope = Envelope(0, False, PROTOCOL_VERSIONS, 0.0, (), (), msgspec.Raw())
         message = CONTROL.read(data)
         answer: Answer[Any] | None = await other.serve(
-            Question(self.transport.node, self.transport.boot, envelope, message, (), 0.0)
+            Question(self.transport.node, self.transport.boot, envelope, message, (), 0.0, f"host-{self.place}")
         )
         self.cluster.observe(node)
         return answer
@@ -178,8 +182,9 @@ class Told(FakeStore):
 class Box(NoServices):
     """One box, running or not."""
 
-    def __init__(self, cluster: Cluster, node: str) -> None:
-        self.cluster, self.node = cluster, node
+    def __init__(self, cluster: Cluster, node: str, place: str = "") -> None:
+        """Takes another `place` for a copy of a box, which nobody connects to."""
+        self.cluster, self.node, self.place = cluster, node, place or node
         self.starts, self.ahead_s = 0, 0.0
         self.plane: ControlPlane | None = None
         self.sound = True  # its settings are like the others'
@@ -193,7 +198,7 @@ class Box(NoServices):
 
     @property
     def directory(self) -> Path:
-        return self.cluster.folder / self.node
+        return self.cluster.folder / self.place
 
     async def start(self) -> None:
         self.starts += 1
@@ -202,7 +207,7 @@ class Box(NoServices):
             node=self.node, key_file="unused", listen="127.0.0.1:1", state_dir=str(self.directory), **given
         )
         announce = Announce(release="1", role="box", address="127.0.0.1:1", engine=self.engine if self.sound else None)
-        boot = f"{self.node}-{self.starts}"
+        boot = f"{self.place}-{self.starts}"
         plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock, self)
         plane.listen()
         self.plane, self.task = plane, asyncio.ensure_future(plane.run())
@@ -317,7 +322,8 @@ class Cluster:
 
     def joined(self, source: str, target: str) -> bool:
         there = source in self.channels and target in self.channels
-        return there and target in self.channels[source].wanted and source in self.channels[target].wanted
+        node = self.channels[source].transport.node if there else ""
+        return there and target in self.channels[source].wanted and node in self.channels[target].wanted
 
     def join_up(self) -> None:
         """Opens possible connections after a moment, and ends impossible ones."""
@@ -332,7 +338,7 @@ class Cluster:
                     self.loop.call_later(UP_S, self._open_or_close, channel, target)
 
     def _open_or_close(self, channel: Channel, target: str) -> None:
-        source = channel.transport.node
+        source = channel.place
         if self.channels.get(source) is not channel:
             return
         stands = self.joined(source, target) and not {(source, target), (target, source)} & self.cuts

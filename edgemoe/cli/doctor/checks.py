@@ -474,11 +474,13 @@ def members(cluster: Json) -> Iterator[CheckResult]:
         state, why = member.get("state"), member.get("why")
         release = member.get("release")
         said = f"{member.get('node')} is {state}" + (f": {why}" if why else "") + (f", of {release}" if release else "")
-        yield CheckResult("peers", "pass" if state == "here" else "failure", said)
+        yield CheckResult("peers", "pass" if state == "here" and not why else "failure", said)
         if release and release != cluster["members"][0].get("release"):
             yield CheckResult(
                 "versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes"
             )
+    if double := cluster.get("double"):
+        yield CheckResult("peers", "failure", double)
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"

@@ -11,7 +11,7 @@ import msgspec
 from edgemoe.cluster.control.control_state import AnnouncementAnswered, ControlState
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.control.messages import BoxReport, ControlMessage, Heartbeat
+from edgemoe.cluster.control.messages import BoxReport, ControlMessage, Heartbeat, Welcome
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.errors import PeerError, PeerRefused
 
@@ -75,22 +75,22 @@ class BeatSender:
         """Sends the announcement to one box once, and passes its answer on."""
         node, serial = member.peer.node, self._state.serial
         try:
-            await self._channel.ask(node, self._state.announcement, timeout_s=ASK_S, aside=aside)
+            answer = await self._channel.ask(node, self._state.announcement, timeout_s=ASK_S, aside=aside)
         except PeerRefused as error:
             self._on_answer(AnnouncementAnswered(node, serial, str(error)))
         except PeerError as error:
             log.debug("announcement not delivered", extra={"peer": node, "why": str(error)})
         else:
-            self._on_answer(AnnouncementAnswered(node, serial))
+            welcome = answer.message if isinstance(answer.message, Welcome) else Welcome()
+            self._on_answer(AnnouncementAnswered(node, serial, welcome=welcome))
 
     def send_beats(self, load: Heartbeat, leading: int, seen: int, plan: PlanRef | None) -> None:
         """Sends a beat to all boxes: load, the epoch in which this box leads, the highest epoch seen, its plan."""
         version, digest = (plan.version, plan.digest) if plan else (0, "")
         beat = msgspec.structs.replace(load, leading=leading, seen=seen, plan_version=version, plan_digest=digest)
         for member in self._state.members:
-            self._channel.notify_peer(
-                member.peer.node, msgspec.structs.replace(beat, unmet=member.announcement is None)
-            )
+            is_met = member.announcement is not None and member.announced_boot == member.boot
+            self._channel.notify_peer(member.peer.node, msgspec.structs.replace(beat, unmet=not is_met))
 
 
 class ActivityReporter:

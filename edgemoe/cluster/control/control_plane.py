@@ -43,6 +43,7 @@ from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.store_factory import voters_fault
 from edgemoe.cluster.control.distrust import DistrustedBoxes
 from edgemoe.cluster.control.etcd_member import EtcdMember
+from edgemoe.cluster.control.etcd_run import KEPT_RUNS, KeptRuns
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.member_changes import MemberChanges
 from edgemoe.cluster.control.membership import BEAT_S
@@ -178,7 +179,8 @@ class ControlPlane:
         voters = self._voters.names or voters_of(peers)
         distrusted = DistrustedBoxes(directory / "distrusted.json")
         self._roster = KeptRoster(directory / KEPT_ROSTER)
-        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted, self._roster)
+        runs = KeptRuns(directory / KEPT_RUNS)
+        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted, self._roster, runs)
         self.state = ControlState(settings, peers, announcement, plans, fence, clock, memory)
         self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -350,7 +352,13 @@ class ControlPlane:
         if isinstance(message, FetchParcel):
             return self.parcels.serve(question.peer, message)
         of_state = message if isinstance(message, Heartbeat | Announce | BoxReport) else None
-        self._handle(MessageReceived(question.peer, question.boot, of_state))
+        welcome = Welcome()
+        if isinstance(message, Announce):
+            asker = question.peer, question.boot, question.host
+            welcome = self.state.welcome(*asker, message.address, self._transport.boot)
+            if welcome.prefers:
+                return Answer(welcome)
+        self._handle(MessageReceived(question.peer, question.boot, of_state, question.host))
         match message:
             case EtcdJoin() if self._part.member is not None:
                 return Answer(await self._part.member.on_join(question.peer))
@@ -370,7 +378,7 @@ class ControlPlane:
             case Heartbeat() | BoxReport() | RequestGrant():
                 return None
             case Announce():
-                return Answer(Welcome())
+                return Answer(welcome)
             case PlanRequest(digest=digest):
                 return Answer(PlanReply(), [memoryview(self.state.plans.bytes_of(digest))])
             case PortProbeRequest():

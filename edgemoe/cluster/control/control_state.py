@@ -16,13 +16,16 @@ from edgemoe.cluster.control.admission import AccessInstruction, Admission, Kept
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.distrust import DistrustedBoxes, accusers, reason_by_word
+from edgemoe.cluster.control.etcd_run import KeptRuns
+from edgemoe.cluster.control.incarnations import Incarnations
 from edgemoe.cluster.control.leadership import LeaderTracker
 from edgemoe.cluster.control.membership import ClusterMembers, Member, MembershipTrigger
-from edgemoe.cluster.control.messages import Accusation, Announce, BoxReport, ChannelDescription, Heartbeat
+from edgemoe.cluster.control.messages import Accusation, Announce, BoxReport, ChannelDescription, Heartbeat, Welcome
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.roster import KeptRoster, Roster
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PeerBusy
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class MessageReceived(NamedTuple):
     node: str
     boot: str  # incarnation of that front
     message: Heartbeat | Announce | BoxReport | None
+    host: str = ""  # that it came from
 
 
 class AnnouncementAnswered(NamedTuple):
@@ -63,6 +67,7 @@ class AnnouncementAnswered(NamedTuple):
     node: str
     serial: int
     refusal: str = ""
+    welcome: Welcome = Welcome()
 
 
 class PeersListChanged(NamedTuple):
@@ -135,12 +140,13 @@ Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | Ref
 
 
 class BoxMemory(NamedTuple):
-    """The boxes learnt from others, the voters of the agreement, the boxes found wrong, the agreed members: on disk."""
+    """The memory on disk: boxes learnt from others, voters, boxes found wrong, agreed members, starts of etcd."""
 
     words: KeptWords
     voters: Sequence[str]
     distrusted: DistrustedBoxes
     roster: KeptRoster
+    runs: KeptRuns
 
 
 class ControlState:
@@ -157,9 +163,11 @@ class ControlState:
         memory: BoxMemory | None = None,
     ) -> None:
         """Begins with `peers`, this box's list of peers, its first announcement, and the memory of earlier starts."""
-        memory = memory or BoxMemory(KeptWords(), voters_of(peers), DistrustedBoxes(), KeptRoster())
+        memory = memory or BoxMemory(KeptWords(), voters_of(peers), DistrustedBoxes(), KeptRoster(), KeptRuns())
         self.node, self.plans, self.fence, self.clock = settings.node, plans, fence, clock
         self.members = ClusterMembers(clock)
+        self.incarnations = Incarnations(settings.node, self.members, clock)
+        self._runs = memory.runs
         self._rules = rules = ElectionRules(settings, memory.voters)
         self._kept_roster = memory.roster
         if memory.roster.roster is not None:
@@ -190,10 +198,11 @@ class ControlState:
                 self._on_message(event)
             case ConnectionOpened(node) if node in self.members:
                 member = self.members[node]
-                member.up, member.acknowledged = True, 0
+                member.up, member.acknowledged, member.answering = True, 0, ""
                 self._instructions.append(CheckPlan())
             case ConnectionLost(node) if node in self.members:
-                self.members[node].up = False
+                member = self.members[node]
+                member.up, member.answering, member.prefers = False, "", ""
                 self._update_presence()
             case PeerFoundIncompatible(node, why):
                 if node in self.members:
@@ -212,6 +221,7 @@ class ControlState:
                 self._on_lie(self.members[node], why)
             case TimerFired():
                 self._update_presence()
+                self._update_incarnations()
             case _:
                 log.debug("event of a box that is no longer listed", extra={"node": event.node})
         return self._take_instructions()
@@ -261,6 +271,10 @@ class ControlState:
 
     def _on_message(self, received: MessageReceived) -> None:
         member = self.members[received.node]
+        announced = received.message.address if isinstance(received.message, Announce) else ""
+        if not self.incarnations.admit(member, received.boot, received.host, announced):
+            self._instructions.append(RefuseMessage(f"another box of that name is followed, at {member.address}"))
+            return
         if member.boot != received.boot:
             member.boot, member.acknowledged = received.boot, 0
         match received.message:
@@ -293,6 +307,8 @@ class ControlState:
             self._follow_roster(announcement.roster)
             if member.peer.node not in self.members:
                 return
+        if announcement.etcd is not None and announcement.etcd.run is not None:
+            self._runs.keep(member.peer.node, announcement.etcd.run)
         members_change, instructions = self._admission.on_announcement(member, announcement)
         self._instructions += instructions
         why = self._distrust_reason(member) or self._admission.reject_reason(
@@ -309,10 +325,31 @@ class ControlState:
             self._instructions.append(RefuseMessage(why))
 
     def _on_answer(self, member: Member, answer: AnnouncementAnswered) -> None:
-        member.acknowledged = answer.serial
+        welcome = answer.welcome
+        member.answering, member.prefers = welcome.boot or member.answering, welcome.prefers
+        if welcome.prefers:
+            return  # it is asked again, because the other box may go
+        member.acknowledged, member.remembers = answer.serial, welcome.remembers
         if answer.refusal and member.refusal != answer.refusal:
             self._say(logging.ERROR, "a box refuses us", member.peer.node, why=answer.refusal)
             self._reject(member, answer.refusal)
+
+    # --- boxes of one name and key ----------------------------------------------------------------------------
+
+    def welcome(self, node: str, boot: str, host: str, announced: str, own_boot: str) -> Welcome:
+        """Returns the answer to an announcement, before that is handled. Raises PeerBusy for a doubtful one."""
+        member = self.members[node]
+        if self.incarnations.admit(member, boot, host, announced):
+            return Welcome(own_boot, "", self._runs.of(node))
+        if not self.incarnations.is_sure(node):
+            raise PeerBusy(f"an earlier start of {node} is connected still")
+        return Welcome(own_boot, member.address)
+
+    def _update_incarnations(self) -> None:
+        """Forgets second boxes that are gone; announces the ones that are there."""
+        self.incarnations.update()
+        self.incarnations.why_self()
+        self._change_announcement(msgspec.structs.replace(self.announcement, doubles=self.incarnations.found()))
 
     # --- boxes that answer wrongly ----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +25,10 @@ from msgspec import Meta
 from edgemoe.cluster.control.control_state import ControlState
 from edgemoe.cluster.control.coordination.etcd_process import SOCKET, EtcdProcess, MemberPlan, find_program
 from edgemoe.cluster.control.coordination.etcd_tls import is_certificate, make_certificate
+from edgemoe.cluster.control.etcd_start import OLDER, StartCheck
 from edgemoe.cluster.control.membership import Member
-from edgemoe.cluster.control.messages import ControlMessage, EtcdCard, EtcdJoin, EtcdMembers
+from edgemoe.cluster.control.messages import ControlMessage, EtcdCard, EtcdJoin, EtcdMembers, EtcdRun
+from edgemoe.cluster.rpc.addresses import bind_host, free_port, round_trip_s
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.durable import make_folder, read_plain, remove_tree, rename_file, replace_file
@@ -68,6 +69,7 @@ class _Kept(msgspec.Struct):
     begun: bool = False  # it has taken part, so its data must be there
     whole: bool = False  # every voter has been a member with a vote
     roster: Word = ""  # identity of the agreed members' cluster; "" before they were agreed
+    run: EtcdRun = EtcdRun()  # the last start on the data
     members: Annotated[dict[Text, Text], Meta(max_length=MAX_NODES)] = {}
     certificates: Annotated[dict[Text, str], Meta(max_length=MAX_NODES)] = {}  # of the other voters
 
@@ -98,6 +100,7 @@ class EtcdMember:
         self._client: httpx.AsyncClient | None = None
         self._adding = asyncio.Lock()
         self._all_vote, self._checked_s = False, 0.0  # every voter is a member with a vote
+        self._start = StartCheck(state)
         self._looked_s = self._counted_s = time.monotonic()
         self.resident_bytes, self.fsyncs = 0, 0  # of the process, as last read
 
@@ -205,6 +208,11 @@ class EtcdMember:
         if said := self._process.take_death():
             self._on_death(said)
             return
+        if self._state.incarnations.is_copy:
+            await self._process.stop()
+            raise CoordUnavailable(f"no vote: {self._state.incarnations.why_self()}")
+        if not self._start.is_done:
+            self._confirm_start()
         await self._keep_running(program)
         await self._check_health()
         if self.is_healthy:
@@ -231,14 +239,29 @@ class EtcdMember:
         if not self._certificate or self._kept.host != host:
             self._certificate = make_certificate(self._folder, self._node, host)
         self._kept.host = host
-        self._kept.port = self._settings.etcd_port or self._kept.port or _free_port(self._bind_host())
+        self._kept.port = self._settings.etcd_port or self._kept.port or free_port(bind_host(self._settings.listen))
         self._keep()
         self._folder_fd = os.open(self._folder, os.O_PATH | os.O_CLOEXEC)
 
     def _keep(self) -> None:
         """Writes the memory of this member to disk, and announces its card. Raises OSError."""
         replace_file(self._folder / "member", msgspec.json.encode(self._kept))
-        self._announce(EtcdCard(self._kept.port, self._certificate, self._kept.token))
+        run = self._kept.run if self._start.is_announced else None
+        self._announce(EtcdCard(self._kept.port, self._certificate, self._kept.token, run))
+
+    def _confirm_start(self) -> None:
+        """Announces the next start on the data, or gives older data up. Raises CoordUnavailable, OSError."""
+        if self._start.is_older(self._kept.run, self._voters, self._cards()):
+            self._kept.token = ""
+            self._keep()
+            raise CoordUnavailable(f"no vote: {OLDER}")
+        if not self._start.is_announced:
+            self._begin_run()
+        self._start.wait(self._voters)
+
+    def _begin_run(self) -> None:
+        self._kept.run = self._start.begin(self._kept.run)
+        self._keep()
 
     def _keep_roster(self) -> None:
         """Gives up the membership of another cluster than the agreed members'. Raises OSError."""
@@ -261,8 +284,7 @@ class EtcdMember:
 
     async def _become_member(self) -> None:
         """Begins the cluster, or has this box added to it, if that is possible now."""
-        others = [node for node in self._voters if node != self._node]
-        cards = {node: self._card_of(node) for node in others}
+        cards = self._cards()
         tokens = {card.cluster for card in cards.values() if card is not None and card.cluster}
         if len(tokens) > 1:
             raise CoordUnavailable("the other voters are members of different etcd clusters")
@@ -296,7 +318,8 @@ class EtcdMember:
         self._forget_data()
         self._kept.token, self._kept.members, self._kept.is_new, self._kept.begun = token, members, is_new, False
         self._kept.whole = False
-        self._keep()
+        self._start.is_done = True  # there is no data that could be old
+        self._begin_run()
 
     def _on_death(self, said: str) -> None:
         """Gives up data that etcd refuses, so that this box comes back as a learner. Raises OSError."""
@@ -333,7 +356,7 @@ class EtcdMember:
             replace_file(self._folder / "members.pem", bundle.encode())
             self._bundle = bundle
         self._heartbeat_ms = self._heartbeat_ms or await self._measure_heartbeat()
-        host = self._bind_host()
+        host = bind_host(self._settings.listen)
         self._kept.members[self._node] = self._own_url()
         plan = MemberPlan(
             program=program,
@@ -349,7 +372,7 @@ class EtcdMember:
 
     async def _measure_heartbeat(self) -> int:
         """Returns the interval of etcd's heartbeats, by the slowest link to another voter that answers."""
-        found = await asyncio.gather(*(_round_trip_s(self._state.members[n].address) for n in self._present()))
+        found = await asyncio.gather(*(round_trip_s(self._state.members[n].address) for n in self._present()))
         least, most = HEARTBEAT_MS
         return int(min(most, max(least, ROUND_TRIPS * 1000 * max(found, default=0.0))))
 
@@ -403,8 +426,7 @@ class EtcdMember:
         """Gives free pages of the data back to the disk from time to time."""
         if time.monotonic() - self._looked_s < UPKEEP_S:
             return
-        self._looked_s = self._counted_s = time.monotonic()
-        self.resident_bytes, self.fsyncs = 0, 0  # of the process, as last read
+        self._looked_s = time.monotonic()
         status = await self._call("maintenance/status")
         used, size = int(status.get("dbSizeInUse", 0)), int(status.get("dbSize", 0))
         if size > DEFRAGMENT_BYTES and size > 2 * used:
@@ -423,11 +445,13 @@ class EtcdMember:
         self.resident_bytes = _figure(text, "process_resident_memory_bytes")
         self.fsyncs = _figure(text, "etcd_disk_wal_fsync_duration_seconds_count")
 
-    # --- others -----------------------------------------------------------------------------------------------
-
     def _present(self) -> list[str]:
         members = self._state.members
         return [node for node in self._voters if node in members and members.is_alive(node)]
+
+    def _cards(self) -> dict[str, EtcdCard | None]:
+        """Returns the cards of the other voters that are present."""
+        return {node: self._card_of(node) for node in self._voters if node != self._node}
 
     def _card_of(self, node: str) -> EtcdCard | None:
         """Returns the card that a voter, if it is present, has announced."""
@@ -442,11 +466,6 @@ class EtcdMember:
 
     def _own_url(self) -> str:
         return f"https://{self._host}:{self._kept.port}"
-
-    def _bind_host(self) -> str:
-        """Returns the numeric address to listen at, which etcd wants."""
-        host = self._settings.listen.rpartition(":")[0].strip("[]").replace("*", "0.0.0.0")
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
     # --- etcd -------------------------------------------------------------------------------------------------
 
@@ -469,20 +488,6 @@ class EtcdMember:
         return answer
 
 
-async def _round_trip_s(address: str) -> float:
-    """Returns the time that a connection to HOST:PORT takes; 0 if it fails."""
-    host, _, port = address.rpartition(":")
-    began_s = time.monotonic()
-    try:
-        async with asyncio.timeout(1.0):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, ValueError, TimeoutError):
-        return 0.0
-    took_s = time.monotonic() - began_s
-    writer.close()
-    return took_s
-
-
 def _figure(text: str, name: str) -> int:
     """Returns a figure without labels in Prometheus' text; 0 if it is missing or no number."""
     for line in text.splitlines():
@@ -492,9 +497,3 @@ def _figure(text: str, name: str) -> int:
             except (ValueError, OverflowError, IndexError):
                 return 0
     return 0
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

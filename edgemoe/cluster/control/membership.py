@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
+from edgemoe.cluster.control.messages import Announce, BoxReport, EtcdRun, Heartbeat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.ipc.messages import PeerEngine
 
@@ -101,6 +101,9 @@ class Member:
     report: BoxReport | None = None  # sent to the leader only
     acknowledged: int = 0  # serial number of our announcement that it has acknowledged
     refusal: str = ""  # why it cannot take part
+    answering: str = ""  # incarnation that answers on our connection; "" until it has
+    prefers: str = ""  # address of another box that it follows in place of this one
+    remembers: EtcdRun | None = None  # the last start of this box's etcd that it has heard of
 
     @property
     def is_present(self) -> bool:

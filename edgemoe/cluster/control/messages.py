@@ -108,12 +108,28 @@ class Accusation(msgspec.Struct, frozen=True):
     why: Text
 
 
+class EtcdRun(msgspec.Struct, frozen=True):
+    """Names a start of a voter's etcd on its data: the number of the start, and a random word."""
+
+    number: Count = 0
+    word: Word = ""
+
+
+class DoubleBox(msgspec.Struct, frozen=True):
+    """Names a box of which two run: the address of the one that the sender follows, and that of the other."""
+
+    node: Text
+    followed: Text
+    other: Text
+
+
 class EtcdCard(msgspec.Struct, frozen=True):
     """Describes a voter's etcd member: its port on the host of the control channel, and its certificate (PEM)."""
 
     port: Port
     certificate: Annotated[str, Meta(max_length=2048)]
     cluster: Word = ""  # token of the cluster that it is a member of; "" while of none
+    run: EtcdRun | None = None  # its last start
 
 
 class Announce(Message, frozen=True, tag="Announce"):
@@ -132,10 +148,15 @@ class Announce(Message, frozen=True, tag="Announce"):
     accuses: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()
     etcd: EtcdCard | None = None  # of a voter
     roster: Roster | None = None  # that it follows
+    doubles: Annotated[tuple[DoubleBox, ...], Meta(max_length=MAX_NODES)] = ()  # that it sees
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
-    """Confirms an Announce."""
+    """Confirms an Announce, or says that another box of the asker's name is followed."""
+
+    boot: Text = ""  # incarnation that answers
+    prefers: Text = ""  # address of that other box
+    remembers: EtcdRun | None = None  # the last start of the asker's etcd before this announcement
 
 
 class EtcdJoin(Message, frozen=True, tag="EtcdJoin"):

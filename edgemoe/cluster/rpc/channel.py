@@ -139,7 +139,8 @@ class QuestionServer(Generic[M]):
             return
         wait_s = min(envelope.remaining_ms / 1000, self._settings.longest_s)
         deadline = asyncio.get_running_loop().time() + wait_s
-        question = Question(peer, boot, envelope, message, parts[1:], deadline)
+        host = self._intake.host_of(fd_of(frames[0]))
+        question = Question(peer, boot, envelope, message, parts[1:], deadline, host)
         try:
             served = self._serve(question)
             if served is None or isinstance(served, Answer):

@@ -87,6 +87,10 @@ class ConnectionGuard:
             known.peer = peer
             self._keep(peer, "", CONNECTIONS)
 
+    def host_of(self, fd: int) -> str:
+        """Returns the address that a connection comes from; "" if it is not known."""
+        return known.host if (known := self._known.get(fd)) is not None else ""
+
     async def run(self) -> None:
         """Checks all connections until cancelled, less often while none has many unread bytes."""
         while True:

@@ -147,6 +147,7 @@ class Question(Generic[M]):
     message: M
     tensors: Sequence[memoryview]
     deadline: float  # by the loop's clock
+    host: str = ""  # from which the connection comes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from support.waiting import until
 
 from edgemoe.cluster.control import announcer
 from edgemoe.cluster.control.control_state import AnnouncementAnswered
+from edgemoe.cluster.control.messages import Welcome
+from edgemoe.cluster.rpc.envelope import Answer
 
 
 async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> None:
@@ -21,9 +23,10 @@ async def test_a_box_that_does_not_answer_keeps_no_news_from_the_others() -> Non
     state.unacknowledged = lambda: [one for one in members.values() if one.acknowledged != state.serial]
     heard: list[tuple[str, int]] = []
 
-    async def ask(node: str, *_: Any, **__: Any) -> None:
+    async def ask(node: str, *_: Any, **__: Any) -> Answer[Any]:
         heard.append((node, state.serial))
         await asyncio.sleep(3600.0 if node == "c" else 0.0)
+        return Answer(Welcome())
 
     def on_answer(told: AnnouncementAnswered) -> None:
         members[told.node].acknowledged = told.serial

@@ -41,6 +41,7 @@ from edgemoe.cluster.control.control_state import (
 from edgemoe.cluster.control.coordination.coord_store import PlanRef
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
 from edgemoe.cluster.control.distrust import DistrustedBoxes
+from edgemoe.cluster.control.etcd_run import KeptRuns
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.control.membership import (
     CANNOT_TAKE_PART,
@@ -51,7 +52,7 @@ from edgemoe.cluster.control.membership import (
     ClusterMembers,
     MembershipTrigger,
 )
-from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat
+from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat, Welcome
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.roster import KeptRoster
@@ -127,6 +128,7 @@ class Expected:
     refused: bool = False
     report: BoxReport | None = None
     acknowledged: int = 0
+    answering: str = ""
 
     @property
     def state(self) -> BoxState:
@@ -212,6 +214,15 @@ class AnyOrder(RuleBasedStateMachine):
             box.boot, box.acknowledged = boot, 0
         return self.do(MessageReceived(node, boot, message))
 
+    def is_second(self, node: str, boot: str, message: Heartbeat | Announce | BoxReport | None = None) -> bool:
+        """Whether another incarnation answers our connection: then the message changes nothing."""
+        box = self.expected[node]
+        if not box.up or box.answering in ("", boot):
+            return False
+        (refused,) = self.do(MessageReceived(node, boot, message))
+        assert isinstance(refused, RefuseMessage)
+        return True
+
     # --- events -----------------------------------------------------------------------------------------------
 
     @initialize(guest=st.booleans(), alive=st.booleans(), announced=st.integers(0, 2))
@@ -236,14 +247,15 @@ class AnyOrder(RuleBasedStateMachine):
     def a_connection_opens(self, node: str) -> None:
         instructions = self.do(ConnectionOpened(node))
         if node in self.expected:
-            self.expected[node].up, self.expected[node].acknowledged = True, 0
+            box = self.expected[node]
+            box.up, box.acknowledged, box.answering = True, 0, ""
             assert CheckPlan() in instructions
 
     @rule(node=OTHERS)
     def a_connection_breaks(self, node: str) -> None:
         gone = set()
         if node in self.expected:
-            self.expected[node].up = False
+            self.expected[node].up, self.expected[node].answering = False, ""
             gone = self.update_presence()
         self.do(ConnectionLost(node))
         assert self.state.leader_tracker.leader not in gone
@@ -254,6 +266,8 @@ class AnyOrder(RuleBasedStateMachine):
             return  # the plane refuses its messages
         before, highest = self.state.leader_tracker.leader, self.fence.highest
         beat = Heartbeat(leading=leading, seen=leading, engine=f"engine-{node}" if serves else "", unmet=unmet)
+        if self.is_second(node, boot, beat):
+            return
         box.beat_s = self.now_s
         if not box.present:
             self.update_presence()
@@ -272,7 +286,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(node=OTHERS, boot=BOOTS)
     def a_box_names_an_impossible_epoch(self, node: str, boot: str) -> None:
-        if (box := self.expected.get(node)) is None:
+        if (box := self.expected.get(node)) is None or self.is_second(node, boot, Heartbeat(seen=2 * MAX_LEAP)):
             return
         box.beat_s = self.now_s
         if not box.present:
@@ -290,7 +304,7 @@ class AnyOrder(RuleBasedStateMachine):
         fits=st.sampled_from([True, True, False]),
     )
     def a_box_announces_itself(self, node: str, boot: str, model: str, vouches: bool, fits: bool) -> None:
-        if (box := self.expected.get(node)) is None:
+        if (box := self.expected.get(node)) is None or self.is_second(node, boot, Announce("1", "box", "")):
             return
         words = WORDS if fits else "single: b"
         listed = (*VOTERS.values(), GUEST) if vouches else ()
@@ -305,22 +319,32 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(node=OTHERS, boot=BOOTS, tokens=st.integers(1, 9))
     def a_box_reports(self, node: str, boot: str, tokens: int) -> None:
-        if (box := self.expected.get(node)) is not None:
+        if (box := self.expected.get(node)) is not None and not self.is_second(node, boot):
             box.report = BoxReport("m" * 32, float(tokens), b"")
             assert self.receive(node, boot, box.report) == []
 
     @rule(node=OTHERS, boot=BOOTS)
     def a_box_asks_for_something(self, node: str, boot: str) -> None:
-        if node in self.expected:
+        if node in self.expected and not self.is_second(node, boot):
             assert self.receive(node, boot, None) == []
 
-    @rule(node=OTHERS, behind=st.integers(0, 1), refusal=st.sampled_from(["", "no"]))
-    def a_box_answers_our_announcement(self, node: str, behind: int, refusal: str) -> None:
+    @rule(node=OTHERS, behind=st.integers(0, 1), refusal=st.sampled_from(["", "no"]), boot=st.sampled_from(["", "x"]))
+    def a_box_answers_our_announcement(self, node: str, behind: int, refusal: str, boot: str = "") -> None:
         serial = self.state.serial - behind
         if (box := self.expected.get(node)) is not None:
             box.acknowledged = serial
+            box.answering = boot or box.answering
             box.refused |= refusal != ""
-        self.do(AnnouncementAnswered(node, serial, refusal))
+        self.do(AnnouncementAnswered(node, serial, refusal, Welcome(boot)))
+
+    @rule(node=OTHERS, prefers=st.booleans())
+    def a_box_may_follow_another_of_our_name(self, node: str, prefers: bool) -> None:
+        if (box := self.expected.get(node)) is not None:
+            box.acknowledged = box.acknowledged if prefers else self.state.serial
+            answer = Welcome(prefers="127.0.0.1:7" if prefers else "")
+            self.do(AnnouncementAnswered(node, self.state.serial, welcome=answer))
+            assert self.state.members[node].prefers == answer.prefers
+            assert self.state.incarnations.is_copy >= prefers
 
     @rule(node=OTHERS)
     def a_box_speaks_another_protocol(self, node: str) -> None:
@@ -584,7 +608,7 @@ def test_a_box_that_starts_again_lets_in_what_a_box_that_is_gone_vouched_for(tmp
     fence = EpochFence(tmp_path / "epoch")
 
     def started() -> ControlState:
-        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"), DistrustedBoxes(), KeptRoster())
+        memory = BoxMemory(KeptWords(tmp_path / "boxes"), list("abc"), DistrustedBoxes(), KeptRoster(), KeptRuns())
         made = ControlState(settings, listed, own, PlanStore(tmp_path / "plan"), fence, Clock(), memory)
         made.start()
         return made
