@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from support.turns import by_turns
 from test_layering import FILES, ROOT
 
 from edgemoe import durable, rights
@@ -248,8 +249,7 @@ def in_time(seconds: int = 20) -> Iterator[None]:
 
 
 @as_root
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("trap", "writer"), by_turns(TRAPS, WRITERS), ids=lambda each: getattr(each, "__name__", each))
 def test_planted_links_do_not_divert_a_writer(others: Path, writer: str, trap: Callable[..., None]) -> None:
     write, clean = WRITERS[writer], state_in(others, "clean")
     made = set[str]()

@@ -13,6 +13,7 @@ import pytest_asyncio
 from support.dialect_kit import ANSWER, ARGUMENTS, CITY, FUNCTIONS, SAMPLES, THOUGHT, Sample, tokenizer
 from support.dialect_templates import TEMPLATES
 from support.front_kit import http_client, openai_client, running, settings_for, write_model
+from support.gate import in_gate
 from test_anthropic import anthropic_client
 
 from edgemoe.api.endpoints.chat_completions import render
@@ -21,22 +22,25 @@ from edgemoe.api.text.tokenizer import TextModel, Vocabulary
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+GATE = ("hermes", "mistral", "harmony", "qwen-xml", "kimi")  # each writes calls in a way of its own
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": parameters}} for name, parameters in FUNCTIONS.items()
 ]
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=SAMPLES.values(), ids=SAMPLES.keys(), name="served"
+    scope="module", loop_scope="session", params=in_gate(SAMPLES, GATE), name="served"
 )
 async def served_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[Sample, Front]]:
-    sample: Sample = request.param
+    sample = SAMPLES[request.param]
     folder = tmp_path_factory.mktemp(sample.dialect.name)
     model = write_model(folder / "model", TEMPLATES[sample.dialect.name], tokenizer(sample.dialect))
-    async with running(settings_for(folder, model)) as front:
-        yield sample, front
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCRIPTED_STEP_S", "0.0005")  # answers have hundreds of tokens
+        async with running(settings_for(folder, model)) as front:
+            yield sample, front
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from support.gate import in_gate
 from support.waiting import until
 
 from edgemoe.api.api_keys import KeyRing
@@ -165,11 +166,14 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("sources", [1, 40], ids=["one address", "many addresses"])
-@pytest.mark.parametrize("attack", ATTACKS)
+GATE = {("half a head", 1), ("GET", 40), ("a mix", 1), ("a body that never comes", 40), ("upgrades", 1)}
+
+
+@pytest.mark.parametrize("way", in_gate([(attack, sources) for attack in ATTACKS for sources in (1, 40)], GATE), ids=str)
 async def test_a_client_with_a_key_is_served_while_1100_others_read_nothing(
-    tmp_path: Path, attack: str, sources: int
+    tmp_path: Path, way: tuple[str, int]
 ) -> None:
+    attack, sources = way
     async with serving(tmp_path) as api:
         reader, writer = await api.connect()  # an idle connection from before stays
         writer.write(b"GET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"\r\n")

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 from support.rolling import THIS, Box, settings_of
 from support.waiting import until
 
 
+@pytest.mark.slow
 async def test_with_the_vote_of_a_witness_one_of_two_boxes_leads_alone(tmp_path: Path, model_dir: Path) -> None:
     made = settings_of(tmp_path, model_dir, ("a", "b", "w"), coordination="raft")
     boxes = {one.cluster.node: Box(one, tmp_path / f"{one.cluster.node}.log") for one in made}

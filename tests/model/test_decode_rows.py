@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_models import FAMILIES, LIKE_OTHERS
+from support.tiny_models import DISTINCT, FAMILIES
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "interpreted_steps.py"
 
 
-TOGETHER = 9  # cases in one process, half of whose time is imports
+TOGETHER = 16  # cases in one process
+
+
+JOINING = ("qwen3_moe by turns", "qwen3_5_moe by turns")  # sequences join and leave: plain layers, and layers with states
 
 
 def turn(family: str) -> str:
@@ -27,8 +30,8 @@ def turn(family: str) -> str:
     return family if tuple(FAMILIES).index(family) % 2 else f"{family} int8"
 
 
-CASES = [case for family in FAMILIES for case in (family, f"{family} int8")]
-GATE = [turn(family) for family in FAMILIES if family not in LIKE_OTHERS]
+CASES = [case for family in FAMILIES for case in (family, f"{family} int8", f"{family} by turns")]
+GATE = [*JOINING, *(turn(family) for family in DISTINCT)]
 SLOW = [case for case in CASES if case not in GATE]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import FAMILIES, Session, Tiny
+from support.gate import in_gate
+from support.tiny_models import DISTINCT, FAMILIES, Session, Tiny
 
 from edgemoe.families.spec import LayerAttention
 from edgemoe.model.fused import is_plain
@@ -112,10 +113,10 @@ def test_scaled_rotary_embeddings_equal_transformers(make_tiny: MakeTiny, family
     assert _error(logits, reference) < TOLERANCE
 
 
-@pytest.mark.parametrize(  # with kernels also in test_families.py, for each family
+@pytest.mark.parametrize(  # with kernels also in test_families.py
     "fused", [pytest.param(True, marks=pytest.mark.slow), False], ids=["kernels", "torch"]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_gate(FAMILIES, DISTINCT))
 def test_a_greedy_continuation_of_64_tokens_is_that_of_transformers(
     make_tiny: MakeTiny, family: str, fused: bool
 ) -> None:
@@ -197,7 +198,7 @@ def test_only_the_wanted_rows_get_logits(make_tiny: MakeTiny) -> None:
 OFTEN_CHANGED = ("qwen3_vl_moe", "granitemoeshared", "flex_olmo")  # a rounding changes experts of most tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_gate(FAMILIES, DISTINCT))
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, family: str) -> None:
     tokens = _tokens(60)
     tiny = make_tiny(family, dtype=torch.bfloat16, initializer_range=0.05)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.tiers_kit import running
-from support.tiny_models import FAMILIES, Session, Tiny
+from support.gate import in_gate
+from support.tiny_models import FAMILIES, LIKE_OTHERS, Session, Tiny
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -20,7 +21,7 @@ from edgemoe.types.experts import Tier
 TOKENS = 64
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_gate(FAMILIES, set(FAMILIES) - set(LIKE_OTHERS)))
 def test_64_greedy_tokens_equal_transformers_with_all_experts_and_with_two(
     make_tiny: Callable[..., Tiny], kernels: dict[bool, Kernels], family: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gate import in_gate
 from support.replay_kit import LAW, events_of, naive_misses, random_trace
 
 from edgemoe.errors import ConfigError
@@ -82,7 +83,7 @@ def test_the_learned_policy_closes_a_good_part_of_the_gap_on_a_real_trace(capsys
         assert rows[capacity, "belady"]["gap_closed"] == 1.0
 
 
-@pytest.mark.parametrize("gb_per_s", [2, 8, 25])
+@pytest.mark.parametrize("gb_per_s", in_gate([2, 8, 25], [8]))
 def test_prefetch_stalls_less_than_none_at_every_speed_of_the_link(gb_per_s: float) -> None:
     trace, slots = load([LAW], limit=800), [96]
     machine = BoxSpec(1e-3, 9 << 20, gb_per_s * 1e9, 3e9, 1.0, True)

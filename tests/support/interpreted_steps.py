@@ -2,9 +2,9 @@
 
 Each step runs twice: with all experts in the slab, then with others read from RAM; the logits' bits must be equal.
 
-    python interpreted_steps.py float32 qwen3_moe "mixtral int8" ...
+    python interpreted_steps.py float32 "qwen3_moe by turns" "mixtral int8" ...
 
-A family is followed by the type of its KV cache if that is not its own.
+A family is followed by the type of its KV cache if that is not its own. With "by turns", sequences join and leave the batch.
 
 A program of its own: whether Triton compiles or interprets is settled when it is imported.
 """
@@ -34,6 +34,7 @@ from support.slotted_experts import EachTwice, SlottedExperts
 from support.tiny_models import FAMILIES, SIZES, Session, Tiny, load_tiny
 
 PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
+BY_TURNS = ((0,), (0, 1, 2), (0, 1))  # the sequences of each step
 
 
 class Questions(TorchDispatchMode):
@@ -77,8 +78,8 @@ def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
 
 
 @torch.inference_mode()
-def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
-    """Returns the errors of logits in steps of 1, 2 and 3 sequences, and the host's number of waits."""
+def far(tiny: Tiny, int8: bool, steps: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    """Returns the errors of logits in steps of some of three sequences, and the host's waits."""
     Watched.asked.clear()
     tiny = replace(tiny, spec=replace(tiny.spec, kv_int8=int8))
     slotted = SlottedExperts(tiny)
@@ -91,7 +92,6 @@ def far(tiny: Tiny, int8: bool) -> dict[str, Any]:
         for s, prompt in enumerate(PROMPTS):
             session.step(*([] for _ in range(s)), prompt)
     token = 11
-    steps = ((0, 1, 2),) if int8 else ((0,), (0, 1, 2), (0, 1))
     rows = EachTwice(GraphedDecoder(tiny.spec, decoder._weights, decoder._ropes, decoder.device), slotted)
     for sequences in steps:
         chunks = [[token + s] if s in sequences else [] for s in range(3)]
@@ -113,9 +113,10 @@ def main() -> None:
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
     dtype, found = getattr(torch, sys.argv[1]), {}
     for case in sys.argv[2:]:
-        family, _, kv = case.partition(" ")
+        family, _, rest = case.partition(" ")
+        steps = BY_TURNS if rest == "by turns" else BY_TURNS[1:2]
         with tempfile.TemporaryDirectory() as directory:
-            found[case] = far(make(family, dtype, Path(directory)), int8=kv == "int8")
+            found[case] = far(make(family, dtype, Path(directory)), rest == "int8", steps)
             print(case, found[case], file=sys.stderr, flush=True)
     print(json.dumps(found))
 

@@ -85,6 +85,11 @@ class Box:
         status = await asyncio.to_thread(self.process.wait, WITHIN_S)
         assert status == 0, f"{self.node} ended with {status}; see {self.log}"
 
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
     async def health(self) -> dict[str, Any]:
         """Returns the body of /health; {} if the box does not answer."""
         with contextlib.suppress(httpx.HTTPError):

@@ -346,6 +346,10 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
         },
     ),
 }
+DISTINCT = (  # one family of each kind of layer: the gate's tests that are dear run these
+    *("qwen3_moe", "olmoe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
+    *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe"),
+)
 LIKE_OTHERS = (  # whose layers are computed as another family's: dear tests of every family leave them out of the gate
     *("qwen3_vl_moe", "glm4v_moe", "solar_open", "kimi_k25"),
     *("granitemoeshared", "hy_v3", "exaone_moe", "mellum"),
