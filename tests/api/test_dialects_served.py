@@ -28,9 +28,7 @@ TOOLS: Any = [
 ]
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=in_gate(SAMPLES, GATE), name="served"
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=in_gate(SAMPLES, GATE), name="served")
 async def served_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[Sample, Front]]:

@@ -169,7 +169,9 @@ ATTACKS = {
 GATE = {("half a head", 1), ("GET", 40), ("a mix", 1), ("a body that never comes", 40), ("upgrades", 1)}
 
 
-@pytest.mark.parametrize("way", in_gate([(attack, sources) for attack in ATTACKS for sources in (1, 40)], GATE), ids=str)
+@pytest.mark.parametrize(
+    "way", in_gate([(attack, sources) for attack in ATTACKS for sources in (1, 40)], GATE), ids=str
+)
 async def test_a_client_with_a_key_is_served_while_1100_others_read_nothing(
     tmp_path: Path, way: tuple[str, int]
 ) -> None:

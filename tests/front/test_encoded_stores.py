@@ -59,7 +59,12 @@ async def served(front: Front) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("experts", "share"), [pytest.param("int8", 1.0, marks=pytest.mark.slow), pytest.param("int4", 1.0, marks=pytest.mark.slow), ("int4", 0.05)]
+    ("experts", "share"),
+    [
+        pytest.param("int8", 1.0, marks=pytest.mark.slow),
+        pytest.param("int4", 1.0, marks=pytest.mark.slow),
+        ("int4", 0.05),
+    ],
 )
 async def test_the_daemon_generates_the_dequantised_weights_text(
     plain: Path, tmp_path: Path, experts: str, share: float

@@ -22,7 +22,10 @@ SCRIPT = ROOT / "tests" / "support" / "interpreted_steps.py"
 TOGETHER = 16  # cases in one process
 
 
-JOINING = ("qwen3_moe by turns", "qwen3_5_moe by turns")  # sequences join and leave: plain layers, and layers with states
+JOINING = (
+    "qwen3_moe by turns",
+    "qwen3_5_moe by turns",
+)  # sequences join and leave: plain layers, and layers with states
 
 
 def turn(family: str) -> str:

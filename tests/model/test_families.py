@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tiers_kit import running
 from support.gate import in_gate
+from support.tiers_kit import running
 from support.tiny_models import FAMILIES, LIKE_OTHERS, Session, Tiny
 
 from edgemoe.experts.build import ExpertTiers, TierMemory

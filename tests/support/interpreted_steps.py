@@ -4,7 +4,7 @@ Each step runs twice: with all experts in the slab, then with others read from R
 
     python interpreted_steps.py float32 "qwen3_moe by turns" "mixtral int8" ...
 
-A family is followed by the type of its KV cache if that is not its own. With "by turns", sequences join and leave the batch.
+A family is followed by the type of its KV cache if that is not its own. With "by turns", sequences join and leave.
 
 A program of its own: whether Triton compiles or interprets is settled when it is imported.
 """

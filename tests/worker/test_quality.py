@@ -40,7 +40,11 @@ def quality(tmp_path: Path, text: str, experts: str, dense: str) -> StoreQuality
 
 @pytest.mark.parametrize(
     ("experts", "dense", "most", "least"),
-    [pytest.param("int8", "keep", 1.5e-4, 0.993, marks=pytest.mark.slow), ("int4", "keep", 0.005, 0.95), ("keep", "int8", 3e-4, 0.99)],
+    [
+        pytest.param("int8", "keep", 1.5e-4, 0.993, marks=pytest.mark.slow),
+        ("int4", "keep", 0.005, 0.95),
+        ("keep", "int8", 3e-4, 0.99),
+    ],
 )
 def test_encoded_weights_predict_nearly_the_same(
     tmp_path: Path, text: str, experts: str, dense: str, most: float, least: float
