@@ -1,7 +1,7 @@
 """Decodes the bodies that apps send. A refusal names the field at fault, as the client wrote it.
 
 Unknown fields are ignored. A known but unsupported field is refused if its value would change the answer (REFUSED).
-The rest of OpenAI's fields (`metadata`, `store`, `service_tier`, `prediction`, ...) have no effect.
+The rest of OpenAI's fields (`metadata`, `store`, `service_tier`, ...) have no effect.
 """
 
 from __future__ import annotations
@@ -176,11 +176,23 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A text that the answer is expected to repeat in part."""
+
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class Chat(RequestBody, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Limit | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None

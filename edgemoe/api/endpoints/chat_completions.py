@@ -73,11 +73,11 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
         vocab=limits.vocab,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    stops = stop_strings(body.stop)
+    stops, expected = stop_strings(body.stop), _expected_tokens(body, text, limits)
     return Generation(
         prefix=prefix,
         model=context.model,
-        requests=context.engine_requests(body, [TokenizedPrompt(tuple(prompt), settings)]),
+        requests=context.engine_requests(body, [TokenizedPrompt(tuple(prompt), settings, expected)]),
         choices=[
             CompletionChoice(at, text.vocabulary, StopMatcher(stops, settings.min_tokens), marks)
             for at in range(body.n or 1)
@@ -85,6 +85,14 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
         prompt_tokens=len(prompt),
         grammar=chat_grammar(body, tools, marks, text),
     )
+
+
+def _expected_tokens(body: Chat, text: TextModel, limits: RequestLimits) -> tuple[int, ...]:
+    """Returns the tokens of the text that the answer is expected to repeat, at most a context of them."""
+    if body.prediction is None or not body.prediction.text:
+        return ()
+    tokens = text.encode(body.prediction.text, add_special_tokens=False, most_tokens=limits.context_tokens)
+    return tuple(tokens[: limits.context_tokens])
 
 
 def tokenize_prompt(body: Chat, text: TextModel, limits: RequestLimits) -> list[int]:

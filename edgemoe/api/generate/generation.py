@@ -158,6 +158,7 @@ class CompletionChoice:
         self._prompt_only = prompt_only
         self.tokens = 0
         self.reasoning_tokens = 0
+        self.accepted_drafts = self.rejected_drafts = 0  # tokens
         self.cached_tokens = 0
         self.finish = ""
         marks = marks or OutputMarks(HERMES)
@@ -180,6 +181,8 @@ class CompletionChoice:
         if emission.index == 0:
             self.cached_tokens = emission.cached_tokens
             self._delta.prompt_logprobs = emission.prompt_logprobs
+        self.accepted_drafts += emission.accepted_drafts
+        self.rejected_drafts += emission.rejected_drafts
         if emission.token is not None and not self._prompt_only:
             self._token(emission, emission.token)
         if emission.finish and not self.finish:
@@ -229,6 +232,7 @@ class TokenizedPrompt:
 
     tokens: tuple[int, ...]
     sampling: Sampling
+    expected: tuple[int, ...] = ()  # of a text that the answer is expected to repeat in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +269,7 @@ class RequestContext:
                 user=identity.user,
                 principal=identity.principal,
                 salt=salt,
+                expected=prompt.expected,
             )
             for at, prompt in enumerate(prompts)
             for choice in range(body.n or 1)
@@ -319,7 +324,11 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens(), self.prompt_tokens)},
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
+                "accepted_prediction_tokens": sum(choice.accepted_drafts for choice in self.choices),
+                "rejected_prediction_tokens": sum(choice.rejected_drafts for choice in self.choices),
+            },
         }
 
     def timings(self) -> Json:
