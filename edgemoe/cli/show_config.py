@@ -46,9 +46,16 @@ def as_toml(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[s
     for key, value in values.items():
         prefix = key.rpartition(".")[0]
         if prefix != section:
-            yield ("" if not section else "\n") + ("[[device]]" if prefix.startswith("device.") else f"[{prefix}]")
+            yield ("" if not section else "\n") + _header(prefix)
             section = prefix
         yield f"{_assignment(key, value):{width}}  # {_readable(key, value)}{origins[key]}"
+
+
+def _header(prefix: str) -> str:
+    section, _, name = prefix.partition(".")
+    if section == "device":
+        return "[[device]]"
+    return f'[models."{name}"]' if section == "models" else f"[{prefix}]"
 
 
 def _assignment(key: str, value: Any) -> str:

@@ -100,7 +100,8 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     devices = devices_of(settings, machine)
     on_gpu = runs_on_gpu(devices)
     emulated_bytes = sum(_slab(device, needs) for device in devices if device.kind == "emulated")
-    host_free = machine.ram_available_bytes - settings.memory.headroom_bytes - emulated_bytes
+    host_free = _limited(machine.ram_available_bytes - settings.memory.headroom_bytes, settings.memory.limit_bytes)
+    host_free -= emulated_bytes
     dense_bytes = (on_gpu and needs.decoded_bytes) or needs.dense_bytes
     host_free -= 0 if on_gpu else dense_bytes
     first_free = _gpu_free(settings, machine, devices[0]) - dense_bytes if on_gpu else host_free
@@ -145,7 +146,9 @@ def devices_of(settings: Settings, machine: Machine) -> Sequence[DeviceSettings]
     if first.kind != "auto":
         return settings.device
     kind = "cuda:0" if machine.gpus else "cpu"
-    return (DeviceSettings(kind=kind, expert_bytes=first.expert_bytes if machine.gpus else 0),)
+    if not machine.gpus:
+        return (DeviceSettings(kind=kind),)
+    return (DeviceSettings(kind=kind, expert_bytes=first.expert_bytes, limit_bytes=first.limit_bytes),)
 
 
 def runs_on_gpu(devices: Sequence[DeviceSettings]) -> bool:
@@ -160,7 +163,11 @@ def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> i
     if number >= len(machine.gpus):
         found = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus) or "none"
         raise CapacityError(f"there is no {device.kind} on this machine; found: {found}")
-    return machine.gpus[number].free_bytes - VRAM_HEADROOM_BYTES
+    return _limited(machine.gpus[number].free_bytes - VRAM_HEADROOM_BYTES, device.limit_bytes)
+
+
+def _limited(free_bytes: int, limit_bytes: int) -> int:
+    return min(free_bytes, limit_bytes) if limit_bytes else free_bytes
 
 
 def _sequences(

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from edgemoe.config.paths import PATHS, cluster_folder, fill_paths, search_path
-from edgemoe.config.settings import DeviceSettings, Settings, faults
+from edgemoe.config.settings import SERVED_NAME, DeviceSettings, NamedModelSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.config.this_box import fill_this_box
 from edgemoe.errors import ConfigError
@@ -121,13 +121,19 @@ class SettingFaults:
 
 
 def flatten(settings: Settings) -> dict[str, Any]:
-    """Returns values by "section.key" in the order of the structs; devices are "device.0.kind" and so on."""
+    """Returns values by "section.key" in the order of the structs.
+
+    Devices are "device.0.kind" and so on, named models "models.NAME.path".
+    """
     flat: dict[str, Any] = {}
     for name in settings.__struct_fields__:
         section = getattr(settings, name)
-        for prefix, part in (
-            ((f"{name}.{index}", one) for index, one in enumerate(section)) if name == "device" else [(name, section)]
-        ):
+        parts = {name: section}
+        if name == "device":
+            parts = {f"{name}.{index}": one for index, one in enumerate(section)}
+        elif name == "models":
+            parts = {f"{name}.{model}": one for model, one in section.items()}
+        for prefix, part in parts.items():
             flat |= {f"{prefix}.{key}": getattr(part, key) for key in part.__struct_fields__}
     return flat
 
@@ -158,6 +164,11 @@ def _flat_tables(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if section == "device" and isinstance(table, list) and all(isinstance(one, dict) for one in table):
             for index, one in enumerate(table):
                 yield from ((f"device.{index}.{key}", value) for key, value in one.items())
+        elif section == "models" and isinstance(table, dict) and all(isinstance(one, dict) for one in table.values()):
+            for model, one in table.items():
+                yield from ((f"models.{model}.{key}", value) for key, value in one.items())
+                if not one:  # all of its settings are defaults
+                    yield f"models.{model}.path", NamedModelSettings().path
         elif isinstance(table, dict):
             prefix = "device.0" if section == "device" else section
             yield from ((f"{prefix}.{key}", value) for key, value in table.items())
@@ -169,8 +180,8 @@ def _key_lines(text: str) -> Iterator[tuple[str, int]]:
     """Yields each "section.key" with its line number; omits dotted and inline keys."""
     section, devices = "", -1
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*(\[\[?)\s*([\w.]+)\s*\]", line):
-            section = header[2]
+        if header := re.match(r"\s*(\[\[?)\s*((?:[\w.-]+|\"[^\"]*\")+)\s*\]", line):
+            section = header[2].replace('"', "")
             if section == "device":
                 devices += 1
                 section = f"device.{devices}"
@@ -211,13 +222,17 @@ def _checked(values: Iterable[tuple[str, SettingValue]], wrong: SettingFaults) -
 def _convert(key: str, stated: SettingValue) -> Any:
     """Returns the value in its field's type. Raises ConfigError, which names origin, key and remedy."""
     expected = _type_of(key)
+    model = key.removeprefix("models.").rpartition(".")[0]
+    if key.startswith("models.") and model and not re.fullmatch(SERVED_NAME, model):
+        named = "1 to 128 letters, digits, dots, dashes, underscores, colons and slashes, a letter or digit first"
+        raise ConfigError(f"{stated.origin}: {_shown(model)} is no name of a model in [models]: it has {named}")
     if expected is None:
         raise ConfigError(f"{stated.origin}: unknown setting {_shown(key)}{nearest(key)}")
     value = stated.value
     try:
         if isinstance(value, str) and (parse := _unit_parser(key)):
             value = parse(value)
-        if isinstance(value, str) and key in PATHS:
+        if isinstance(value, str) and (key in PATHS or (key.startswith("models.") and key.endswith(".path"))):
             value = os.path.expanduser(value)
         return msgspec.convert(value, expected)
     except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
@@ -245,15 +260,18 @@ def _unit_parser(key: str) -> Callable[[str], float] | None:
 
 def _sections() -> dict[str, type[msgspec.Struct]]:
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-    return sections | {"device": DeviceSettings}
+    return sections | {"device": DeviceSettings, "models": NamedModelSettings}
 
 
 def _type_of(key: str) -> Any:
-    """Returns the type of "section.key" or "device.N.key"; None where there is no such setting."""
+    """Returns the type of "section.key", "device.N.key" or "models.NAME.key"; None where there is no such setting."""
     section, _, name = key.partition(".")
     if section == "device":
         index, _, name = name.partition(".")
         section = section if re.fullmatch("[0-9]{1,4}", index) else ""
+    elif section == "models":
+        model, _, name = name.rpartition(".")
+        section = section if model else ""
     struct = _sections().get(section)
     fields = msgspec.structs.fields(struct) if struct else ()
     return next((field.type for field in fields if field.name == name), None)
@@ -271,13 +289,15 @@ def nearest(key: str) -> str:
     known = [
         f"{section}.{field.name}" for section, struct in _sections().items() for field in msgspec.structs.fields(struct)
     ]
-    plain = re.sub(r"^device\.\d+", "device", key[:SHOWN_CHARS])
+    plain = re.sub(r"^device\.\d+|^models\..+(?=\.)", lambda found: found[0].split(".")[0], key[:SHOWN_CHARS])
     leaf = plain.rpartition(".")[2]
     same_leaf = [name for name in known if name.endswith(f".{leaf}")]
     close = same_leaf or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
     if not close:
         close = [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.6)]
-    return f"; did you mean {close[0].replace('device.', 'device.0.')!r}?" if close else "; see `edgemoe config`"
+    if not close:
+        return "; see `edgemoe config`"
+    return f"; did you mean {close[0].replace('device.', 'device.0.').replace('models.', 'models.NAME.')!r}?"
 
 
 def _build(stated: Mapping[str, SettingValue], wrong: SettingFaults) -> Settings:
@@ -290,8 +310,10 @@ def _build(stated: Mapping[str, SettingValue], wrong: SettingFaults) -> Settings
         given = f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0"
         wrong.add(f"device.{numbers[-1]}", given)
     devices = [groups.pop(f"device.{number}") for number in numbers]
+    named = [group for group in groups if group.startswith("models.")]
+    models = {group.removeprefix("models."): groups.pop(group) for group in named}
     try:
-        return msgspec.convert(groups | ({"device": devices} if devices else {}), Settings)
+        return msgspec.convert(groups | {"models": models} | ({"device": devices} if devices else {}), Settings)
     except msgspec.ValidationError as error:  # of all together: too many devices
         wrong.add("", f"these settings cannot be: {error}")
         return Settings()

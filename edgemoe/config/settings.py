@@ -26,9 +26,12 @@ Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z")]  # a path, an address, a name
 NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?\Z")]
+SERVED_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+ServedName = Annotated[str, Meta(pattern=rf"^{SERVED_NAME}\Z")]
 
 
 LOOPBACK = "127.0.0.1"
+MOST_MODELS = 64  # in `models`
 
 
 class SettingsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,11 +44,23 @@ class ModelSettings(SettingsSection, frozen=True, kw_only=True):
     store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
 
 
+class NamedModelSettings(SettingsSection, frozen=True, kw_only=True):
+    """A further model, which the daemon loads when it is asked for by its name."""
+
+    path: Text = ""  # as model.path; "" is the packed store of that name
+    pin: bool = False  # loaded at start, and never unloaded
+    idle_s: Seconds = 300.0  # without a request after which it is unloaded; 0: only where another needs its memory
+    memory_bytes: Bytes = 0  # of RAM that it may take in all; 0: what it needs, at most memory.models_bytes
+    vram_bytes: Bytes = 0  # likewise of each GPU
+
+
 class MemorySettings(SettingsSection, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
     kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by free memory
     kv_disk_bytes: Bytes = 0  # keys and values kept in model.store_dir across restarts; 0: none
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
+    limit_bytes: Bytes = 0  # of RAM for weights, keys and values of the model together; 0: free memory minus headroom
+    models_bytes: Bytes = 0  # of RAM for all loaded models together; 0: free memory minus headroom, at start
 
 
 class DeviceSettings(SettingsSection, frozen=True, kw_only=True):
@@ -53,6 +68,7 @@ class DeviceSettings(SettingsSection, frozen=True, kw_only=True):
         "auto"  # auto | cuda:N | cpu | emulated
     )
     expert_bytes: Bytes = 0  # slab for experts; 0: free memory minus headroom (cuda); required for emulated
+    limit_bytes: Bytes = 0  # cuda only: of VRAM for all of the model; 0: free memory minus headroom
     link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link
     memory_bytes_per_s: Rate = 0.0  # emulated only: speed at which it reads experts to compute; 0: the processor's own
 
@@ -178,6 +194,7 @@ class Settings(SettingsSection, frozen=True, kw_only=True):
     record: RecordSettings = RecordSettings()
     service: ServiceSettings = ServiceSettings()
     cluster: ClusterSettings = ClusterSettings()
+    models: Annotated[dict[ServedName, NamedModelSettings], Meta(max_length=MOST_MODELS)] = {}
 
 
 def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]:
@@ -188,6 +205,7 @@ def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]
     kinds = [device.kind for device in settings.device]
     for index, device in enumerate(settings.device):
         yield from _device_faults(f"device.{index}", device, kinds)
+    yield from _name_faults(settings)
     api, record = settings.api, settings.record
     yield from _listener_faults(api)
     for name, wanted in (("hints", record.hints), ("hidden", record.hidden)):
@@ -197,6 +215,17 @@ def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]
         yield from _cluster_faults(settings.cluster)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
         yield f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache'
+
+
+def _name_faults(settings: Settings) -> Iterator[str]:
+    """Yields names of models that clients could not tell apart: case does not count."""
+    others = {name.lower() for name in (settings.model.name, *settings.api.aliases) if name}
+    seen: dict[str, str] = {}
+    for name in settings.models:
+        if name.lower() in others:
+            yield f"models.{name} is a name of the model in [model], too (model.name, api.aliases): choose another"
+        elif (other := seen.setdefault(name.lower(), name)) != name:
+            yield f"models.{name} and models.{other} differ in upper and lower case only: choose another name"
 
 
 def _listener_faults(api: ApiSettings) -> Iterator[str]:
@@ -251,6 +280,8 @@ def _device_faults(name: str, device: DeviceSettings, kinds: list[str]) -> Itera
     for field in ("link_bytes_per_s", "memory_bytes_per_s") if device.kind != "emulated" else ():
         if getattr(device, field):
             yield f"{name}.{field} is for emulated devices; drop it, {device.kind} has its own speed"
+    if device.limit_bytes and device.kind in ("cpu", "emulated"):
+        yield f"{name}.limit_bytes is for GPUs; {device.kind} uses RAM: set memory.limit_bytes instead"
     if device.kind == "cpu" and device.expert_bytes:
         yield f"{name} is the cpu, whose experts lie in RAM: set memory.ram_bytes instead"
     if device.kind != "emulated" and kinds.count(device.kind) > 1:

@@ -174,3 +174,16 @@ def test_the_printed_lines_name_every_tier() -> None:
     assert "RAM experts" in text
     assert "cuda:0 experts" in text
     assert "KV" in text
+
+
+def test_a_limit_bounds_weights_experts_and_kv_together() -> None:
+    found = resolve_budgets(settings(limit_bytes=6 * GIB), HOST, NEEDS)
+    assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 6 * GIB
+    free = resolve_budgets(settings(), HOST, NEEDS)
+    assert free.dense_bytes + free.kv_bytes + free.ram_bytes > 6 * GIB
+
+
+def test_a_limit_bounds_what_a_gpu_gives() -> None:
+    limited = Settings(device=(DeviceSettings(kind="cuda:0", limit_bytes=4 * GIB),))
+    found = resolve_budgets(limited, GPU_HOST, NEEDS)
+    assert found.dense_bytes + found.kv_bytes + found.devices[0].expert_bytes <= 4 * GIB

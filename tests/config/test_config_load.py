@@ -5,19 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import RENAMED, flatten, load
 from edgemoe.config.paths import default_keys, default_socket, fill_paths
-from edgemoe.config.settings import Settings
+from edgemoe.config.settings import NamedModelSettings, Settings
 from edgemoe.errors import ConfigError
 
 BOX = "[cluster]\nnode = 'box'\nkey_file = 'k'\nlisten = '192.0.2.7:7540'\n"
 ENV = {"HOME": "/home/ada", "XDG_RUNTIME_DIR": "/run/user/1000"}
 
 
-def settings_of(tmp_path: Path, text: str = "", *sets: str) -> Settings:
+def settings_file(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "edgemoe.toml"
     file.write_text(text)
-    return load(file, sets, env=ENV).settings
+    return file
+
+
+def settings_of(tmp_path: Path, text: str = "", *sets: str) -> Settings:
+    return load(settings_file(tmp_path, text), sets, env=ENV).settings
 
 
 def refusal(tmp_path: Path, text: str = "", *sets: str) -> str:
@@ -303,3 +308,49 @@ def test_many_faults_are_cut() -> None:
         load(sets=[f"engine.x{n}=1" for n in range(500)], env=ENV, root=Path("/nowhere"))
     assert "and 480 more" in str(caught.value)
     assert len(str(caught.value).splitlines()) < 30
+
+
+MODELS = """[models."qwen3:30b"]
+path = "~/q"
+pin = true
+memory_bytes = "12GiB"
+
+[models.olmoe-1b]
+idle_s = 0
+
+[models.plain]
+"""
+
+
+def test_named_models_are_tables_of_their_names(tmp_path: Path) -> None:
+    found = settings_of(tmp_path, MODELS, "models.qwen2.5.idle_s=7").models
+    assert list(found) == ["qwen3:30b", "olmoe-1b", "plain", "qwen2.5"]
+    assert found["qwen3:30b"].pin
+    assert found["qwen3:30b"].memory_bytes == 12 << 30
+    assert not found["qwen3:30b"].path.startswith("~")
+    assert (found["olmoe-1b"].idle_s, found["qwen2.5"].idle_s) == (0, 7)
+    assert found["plain"] == NamedModelSettings()
+
+
+def test_named_models_are_shown_as_they_can_be_read_again(tmp_path: Path) -> None:
+    loaded = load(settings_file(tmp_path, MODELS), env=ENV)
+    assert loaded.origins["models.qwen3:30b.pin"].endswith(":3")
+    again = load(settings_file(tmp_path, "\n".join(as_toml(flatten(loaded.settings), loaded.origins))), env=ENV)
+    assert again.settings == loaded.settings
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[models]\npath = 'x'\n", "unknown setting 'models.path'; did you mean 'model.path'"),
+        ("[models.a]\npinned = true\n", "unknown setting 'models.a.pinned'; did you mean 'models.NAME.pin'"),
+        ("[models.a]\npin = 3\n", "models.a.pin = 3"),
+        ("[models.'a b']\npin = true\n", "'a b' is no name"),
+        ("[models.a]\n[models.A]\n", "upper and lower case"),
+        ("[model]\nname = 'a'\n[models.A]\n", "choose another"),
+        ("[api]\naliases = ['a']\n[models.A]\n", "choose another"),
+        ("".join(f"[models.m{at}]\n" for at in range(65)), "length"),
+    ],
+)
+def test_wrong_named_models_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    assert words in refusal(tmp_path, text)
