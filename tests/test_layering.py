@@ -108,7 +108,8 @@ LAYERS: dict[str, set[str]] = {
     | {"api.dialects", "api.text", "api.generate", "api.http", "policy.shares"},
     "api": NOUNS | {"helper"},
     "front": NOUNS
-    | {"api", "wire", "ipc", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking", "durable"},
+    | {"api", "wire", "ipc", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking", "durable"}
+    | {"config.budgets", "config.served_models", "config.sizes", "families", "store"},
     "scoutgate": {
         "errors",
         "durable",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.middleware import OriginCheck, Origins, PlainPaths, RequestMiddleware
 from edgemoe.api.http.page import PAGE, page
+from edgemoe.api.model_wish import NO_WISH, ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
 from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.types.principal import Principal
@@ -82,8 +84,10 @@ def _openai_routes() -> list[Route]:
 
 def _ollama_routes() -> list[Route]:
     return [
-        Route("/api/chat", _generating(ollama.prepare_chat), methods=["POST"]),
-        Route("/api/generate", _generating(ollama.prepare_text), methods=["POST"]),
+        Route("/api/chat", _generating(ollama.prepare_chat, read_ollama_wish, ollama.unloaded_chat), methods=["POST"]),
+        Route(
+            "/api/generate", _generating(ollama.prepare_text, read_ollama_wish, ollama.unloaded_text), methods=["POST"]
+        ),
         Route("/api/tags", ollama_queries.list_models),
         Route("/api/ps", ollama_queries.list_loaded),
         Route("/api/show", ollama_queries.show, methods=["POST"]),
@@ -126,30 +130,43 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _generating(prepare: Prepare) -> Callable[[Request], Any]:
-    """Returns an endpoint that prepares the body in a thread, tries its grammar, runs it and sends the answer."""
+def _generating(
+    prepare: Prepare, wish: Callable[[bytes], ModelWish] = read_wish, unloaded: Callable[[str], Response] | None = None
+) -> Callable[[Request], Any]:
+    """Returns an endpoint that prepares the body in a thread, tries its grammar, runs it and sends the answer.
+
+    `wish` reads the model that a body asks for, where there are several; `unloaded` answers one that unloads a model.
+    """
 
     async def endpoint(request: Request) -> ASGIApp:
-        api: Api = request.app.state.api
+        shared: Api = request.app.state.api
         principal: Principal = request.state.principal
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            with api.bodies.open(principal) as body:
-                raw = await api.bodies.read(body, request)
-                async with http.while_connected(receive), api.large(raw, principal):
-                    context = await api.context(principal)
-                    prepared = await api.in_thread(principal, prepare, context, raw)
-                    if isinstance(prepared, PreparedAnswer):
-                        generation = prepared.generation
-                        with prepared.fields.renamed():
-                            generation.constrain(await api.grammars.first(generation.grammar, principal))
-                del raw
-            if isinstance(prepared, Response):
-                await prepared(scope, receive, send)
-                return
-            async with http.while_connected(receive):
-                deltas = run_generation(generation, api.backend, api.metrics, api.settings.request_timeout_s)
-                await http.reply(send, prepared, deltas)
+            async with contextlib.AsyncExitStack() as held:
+                with shared.bodies.open(principal) as body:
+                    raw = await shared.bodies.read(body, request)
+                    async with http.while_connected(receive):
+                        asked = NO_WISH if shared.models is None else await shared.in_thread(principal, wish, raw)
+                        if shared.models is not None and asked.unloads and unloaded is not None:
+                            await shared.models.release(asked.name)
+                            await unloaded(asked.name or "")(scope, receive, send)
+                            return
+                        api = await held.enter_async_context(shared.chosen(asked))
+                        async with shared.large(raw, principal):
+                            context = await api.context(principal)
+                            prepared = await api.in_thread(principal, prepare, context, raw)
+                            if isinstance(prepared, PreparedAnswer):
+                                generation = prepared.generation
+                                with prepared.fields.renamed():
+                                    generation.constrain(await api.grammars.first(generation.grammar, principal))
+                    del raw
+                if isinstance(prepared, Response):
+                    await prepared(scope, receive, send)
+                    return
+                async with http.while_connected(receive):
+                    deltas = run_generation(generation, api.backend, api.metrics, api.settings.request_timeout_s)
+                    await http.reply(send, prepared, deltas)
 
         return answer
 

@@ -10,7 +10,7 @@ from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
 from edgemoe.types.snapshot import ServingSnapshot
 
-State = Literal["loading", "ready", "draining", "failed", "stalled"]
+State = Literal["unloaded", "loading", "ready", "draining", "failed", "stalled"]
 
 
 class BoxSnapshot(NamedTuple):

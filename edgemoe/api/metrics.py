@@ -23,51 +23,80 @@ TPOT_S = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1,
 MODEL = "model_name"
 
 
-class Metrics:
-    """Holds one front's counters and histograms, in a registry of its own."""
+class MetricFamilies:
+    """Holds the metrics of all models of a front, in a registry of its own."""
 
-    def __init__(self, model: str = "", now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
-        self.model = model
-        self._registry = registry = CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"edgemoe_{name}_seconds", help_text, [MODEL], buckets=buckets, registry=registry).labels(
-                model
-            )
+            return Histogram(f"edgemoe_{name}_seconds", help_text, [MODEL], buckets=buckets, registry=registry)
 
-        def counter(name: str, help_text: str) -> Counter:
-            return Counter(f"edgemoe_{name}", help_text, [MODEL], registry=registry).labels(model)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"edgemoe_{name}", help_text, [*labels, MODEL], registry=registry)
 
-        labels = ["path", "status", MODEL]
-        self._requests = Counter("edgemoe_http_requests", "HTTP requests", labels, registry=registry)
+        self.requests = counter("http_requests", "HTTP requests", "path", "status")
         self.ttft = histogram("time_to_first_token", "From acceptance to a choice's first token", TTFT_S)
         self.tpot = histogram("request_time_per_output_token", "Mean of one choice, after its first token", TPOT_S)
         self.e2e = histogram("e2e_request_latency", "From acceptance to the end of a choice", TTFT_S)
         self.tokens = counter("generation_tokens", "Tokens delivered")
         self.refused_keys = counter("refused_keys", "Requests by TCP without a valid key")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, MirroredCounter] = {}
+
+    def gauge(self, name: str, help_text: str) -> Gauge:
+        """Returns the family of gauges of that name."""
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, help_text, [MODEL], registry=self.registry)
+        return self._gauges[name]
+
+    def counter(self, name: str, help_text: str) -> MirroredCounter:
+        """Returns the family of counters of that name."""
+        if name not in self._counters:
+            self._counters[name] = MirroredCounter(name, help_text)
+            self.registry.register(self._counters[name])
+        return self._counters[name]
+
+
+class Metrics:
+    """Holds one model's counters and histograms."""
+
+    def __init__(
+        self, model: str = "", now: Callable[[], float] = time.monotonic, families: MetricFamilies | None = None
+    ) -> None:
+        self.now = now
+        self.model = model
+        self._families = families = families or MetricFamilies()
+        self.ttft, self.tpot, self.e2e = (each.labels(model) for each in (families.ttft, families.tpot, families.e2e))
+        self.tokens, self.refused_keys = families.tokens.labels(model), families.refused_keys.labels(model)
+        self.prompt_tokens = families.prompt_tokens.labels(model)
+
+    def of(self, model: str) -> Metrics:
+        """Returns the metrics of another model, which are rendered with these."""
+        return Metrics(model, self.now, self._families)
 
     def answered(self, path: str, status: int) -> None:
         """Counts one HTTP request. `path` must be a route, so that clients cannot create labels."""
-        self._requests.labels(path, str(status), self.model).inc()
+        self._families.requests.labels(path, str(status), self.model).inc()
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Registers a gauge that shows `value()`."""
-        Gauge(name, help_text, [MODEL], registry=self._registry).labels(self.model).set_function(value)
+        self._families.gauge(name, help_text).labels(self.model).set_function(value)
 
     def counter(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Registers a counter that shows `value()`, which must never decrease. `name` ends in _total."""
-        self._registry.register(MirroredCounter(name, help_text, self.model, value))
+        self._families.counter(name, help_text).values[self.model] = value
 
     def figures(self) -> dict[str, float]:
         """Returns the front's own metrics by full name, without the model_name label."""
-        samples = (sample for family in self._registry.collect() for sample in family.samples)
-        return {_full_name(sample.name, sample.labels): sample.value for sample in samples}
+        samples = (sample for family in self._families.registry.collect() for sample in family.samples)
+        own = (sample for sample in samples if sample.labels.get(MODEL) == self.model)
+        return {_full_name(sample.name, sample.labels): sample.value for sample in own}
 
-    def render(self, engine: Mapping[str, float]) -> bytes:
-        """Returns the page for /metrics."""
-        return generate_latest(self._registry) + render_metrics(engine, self.model).encode()
+    def render(self, engines: Mapping[str, Mapping[str, float]]) -> bytes:
+        """Returns the page for /metrics, with the metrics of engines by model."""
+        return generate_latest(self._families.registry) + render_metrics(engines).encode()
 
 
 def _full_name(name: str, labels: Mapping[str, str]) -> str:
@@ -76,16 +105,16 @@ def _full_name(name: str, labels: Mapping[str, str]) -> str:
 
 
 class MirroredCounter(Collector):
-    """Shows a counter that is kept elsewhere."""
+    """Shows counters that are kept elsewhere."""
 
-    def __init__(self, name: str, help_text: str, model: str, value: Callable[[], float]) -> None:
-        self._about = (name, help_text, model)
-        self._value = value
+    def __init__(self, name: str, help_text: str) -> None:
+        self._about = (name, help_text)
+        self.values: dict[str, Callable[[], float]] = {}  # by model
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        name, help_text, model = self._about
-        family = CounterMetricFamily(name, help_text, labels=[MODEL])
-        family.add_metric([model], self._value())
+        family = CounterMetricFamily(*self._about, labels=[MODEL])
+        for model, value in self.values.items():
+            family.add_metric([model], value())
         yield family
 
 
@@ -134,14 +163,14 @@ class GenerationClock:
         }
 
 
-def render_metrics(metrics: Mapping[str, float], model: str = "") -> str:
-    """Returns metrics by final name as lines of text, grouped by family. Families in _total are counters."""
-    escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    label = f'{MODEL}="{escaped}"'
+def render_metrics(engines: Mapping[str, Mapping[str, float]]) -> str:
+    """Returns metrics of models by final name as lines of text, grouped by family. Families in _total are counters."""
     families: dict[str, list[str]] = {}
-    for name, value in sorted(metrics.items()):
+    rows = ((name, model, value) for model, metrics in engines.items() for name, value in metrics.items())
+    for name, model, value in sorted(rows):
+        escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         family, _, inside = name.partition("{")
-        labels = ",".join(filter(None, (inside.removesuffix("}"), label)))
+        labels = ",".join(filter(None, (inside.removesuffix("}"), f'{MODEL}="{escaped}"')))
         families.setdefault(family, []).append(f"{family}{{{labels}}} {value!r}")
     lines = []
     for family, samples in families.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from starlette.requests import Request
@@ -12,21 +11,20 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import edgemoe
 from edgemoe.api.endpoints.ollama import served_name, tagged_name
 from edgemoe.api.endpoints.ollama_format import rfc3339
-from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
+from edgemoe.api.generate.generation import ANY_MODEL
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.event_text import json_line
-from edgemoe.api.resources import Api
+from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import read
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
-from edgemoe.types.model_info import ModelInfo, commonest_first
+from edgemoe.types.model_info import commonest_first
 from edgemoe.types.principal import Principal
 
 VERSION = "0.24.0"  # of Ollama, whose API this is: clients ask for the features of a release
 NEVER = "9999-12-31T23:59:59Z"  # a model is not unloaded
 FORMAT = "edgemoe"  # of the store
-TIER_BYTES = 'edgemoe_tier_bytes{tier="%s"}'
 LEVELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 SCALES = ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0))  # as Ollama rounds numbers of parameters
 SUFFIX_NOTE = "{#- .Suffix: /api/generate takes a `suffix` -#}"  # for clients that look for it in the template
@@ -62,54 +60,58 @@ async def version(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """Answers GET /api/tags with the served model and its aliases."""
+    """Answers GET /api/tags with the served models and the first one's aliases."""
     api = _api(request)
-    info, _ = await api.backend.model()
-    names = dict.fromkeys(tagged_name(name) for name in (info.id, *api.settings.aliases) if name != ANY_MODEL)
-    return JSONResponse({"models": [_entry(name, info, api) | {"modified_at": _modified(api)} for name in names]})
+    first, *others = await api.listed()
+    names = dict.fromkeys(tagged_name(name) for name in (first.name, *api.settings.aliases) if name != ANY_MODEL)
+    named = [*((name, first) for name in names), *((tagged_name(model.name), model) for model in others)]
+    return JSONResponse({"models": [_entry(name, model) | {"modified_at": _modified(model)} for name, model in named]})
 
 
 async def list_loaded(request: Request) -> Response:
-    """Answers GET /api/ps with the served model, unless it is still being loaded."""
+    """Answers GET /api/ps with the loaded models."""
     api = _api(request)
-    if api.backend.state != "ready":
+    if api.models is None and api.backend.state != "ready":
         return JSONResponse({"models": []})
-    info, limits = await api.backend.model()
-    ram_bytes, vram_bytes = (_tier_bytes(api.backend.metrics(), tier) for tier in ("ram", "vram"))
-    held = {"size": ram_bytes + vram_bytes, "size_vram": vram_bytes}
-    rest = {"expires_at": NEVER, "context_length": limits.context_tokens}
-    return JSONResponse({"models": [_entry(tagged_name(info.id), info, api) | held | rest]})
+    loaded = [model for model in await api.listed() if model.state == "ready"]
+    return JSONResponse({"models": [_entry(tagged_name(model.name), model) | _held(model) for model in loaded]})
 
 
 async def show(request: Request) -> Response:
-    """Answers POST /api/show. Raises InvalidRequest, ModelNotFound."""
-    body, context = await _read(request)
-    name = served_name(body.model or body.name, context)
-    api = _api(request)
-    info, limits = await api.backend.model()
-    can, template = api.text.capabilities, api.text.template.source if api.text.template is not None else ""
-    parameters = "\n".join(_parameters(api.text, limits.context_tokens))
+    """Answers POST /api/show, also for a model that is not loaded. Raises InvalidRequest, ModelNotFound."""
+    body, api = await _read(request), _api(request)
+    name = body.model or body.name
+    if api.models is None or not name:
+        served_name(name, await api.context(request.state.principal))
+    model = await api.find_listed(name)
+    text = api.text if api.models is None else (await api.models.text_of(name)).text
+    can, template = text.capabilities, text.template.source if text.template is not None else ""
+    parameters = "\n".join(_parameters(text, model.context_tokens))
     return JSONResponse(
         {
             "modelfile": f"# Served by edgemoe {edgemoe.__version__}\nFROM {name}\n",
             "parameters": parameters,
             "template": template + (SUFFIX_NOTE if "insert" in can else ""),
-            "details": _details(info, api),
-            "model_info": _model_info(info, limits.context_tokens, api),
+            "details": _details(model),
+            "model_info": _model_info(model),
             "capabilities": can,
-            "modified_at": _modified(api),
+            "modified_at": _modified(model),
         }
     )
 
 
 async def pull(request: Request) -> Response:
-    """Answers POST /api/pull: there is nothing to fetch for the served model. Raises InvalidRequest, ModelNotFound."""
-    body, context = await _read(request)
+    """Answers POST /api/pull: there is nothing to fetch for a served model. Raises InvalidRequest, ModelNotFound."""
+    body, api = await _read(request), _api(request)
     asked = body.model or body.name
     try:
-        served_name(asked, context)
+        if api.models is None or not asked:
+            served_name(asked, await api.context(request.state.principal))
+        else:
+            await api.find_listed(asked)
     except ModelNotFound as error:
-        instead = f"{error}: {context.model!r} is served here; `edgemoe pull` fetches others"
+        there = ", ".join(repr(model.name) for model in await api.listed())
+        instead = f"{error}: {there} {'are' if ',' in there else 'is'} served here; `edgemoe pull` fetches others"
         raise ModelNotFound(instead, param="model") from None
     if body.stream is False:
         return JSONResponse({"status": "success"})
@@ -134,46 +136,58 @@ def parameter_size(parameters: int) -> str:
     return str(parameters) if parameters else ""
 
 
-async def _read(request: Request) -> tuple[ModelBody, RequestContext]:
+async def _read(request: Request) -> ModelBody:
     api = _api(request)
     principal: Principal = request.state.principal
     with api.bodies.open(principal) as body:
         raw = await api.bodies.read(body, request)
         async with http.while_connected(request.receive):
-            asked = await api.in_thread(principal, read, raw, ModelBody)
-            return asked, await api.context(principal)
+            return await api.in_thread(principal, read, raw, ModelBody)
 
 
-def _entry(name: str, info: ModelInfo, api: Api) -> Json:
+def _entry(name: str, model: ListedModel) -> Json:
     return {
         "name": name,
         "model": name,
-        "size": api.store.disk_bytes,
-        "digest": info.digest,
-        "details": _details(info, api),
+        "size": model.store.disk_bytes,
+        "digest": model.info.digest if model.info is not None else "",
+        "details": _details(model),
     }
 
 
-def _details(info: ModelInfo, api: Api) -> Json:
-    experts = commonest_first(info.encodings)[0] if info.encodings else info.dtype
+def _held(model: ListedModel) -> Json:
+    """Returns the memory of a loaded model, and when it is unloaded."""
+    until = NEVER
+    if model.expires_s is not None:
+        until = rfc3339(datetime.now(UTC) + timedelta(seconds=model.expires_s))
+    size = {"size": model.ram_bytes + model.vram_bytes, "size_vram": model.vram_bytes}
+    return size | {"expires_at": until, "context_length": model.context_tokens}
+
+
+def _details(model: ListedModel) -> Json:
+    family, experts = "", ""
+    if (info := model.info) is not None:
+        family, experts = info.family, commonest_first(info.encodings)[0] if info.encodings else info.dtype
     return {
         "parent_model": "",
         "format": FORMAT,
-        "family": info.family,
-        "families": [info.family],
-        "parameter_size": parameter_size(api.store.parameters),
+        "family": family,
+        "families": [family],
+        "parameter_size": parameter_size(model.store.parameters),
         "quantization_level": LEVELS.get(experts, experts.upper()),
     }
 
 
-def _model_info(info: ModelInfo, context_tokens: int, api: Api) -> Json:
+def _model_info(model: ListedModel) -> Json:
     """Returns facts by GGUF's names."""
+    if (info := model.info) is None:
+        return {}
     family = info.family
     return {
         "general.architecture": family,
         "general.basename": info.id,
-        **({"general.parameter_count": api.store.parameters} if api.store.parameters else {}),
-        f"{family}.context_length": context_tokens,
+        **({"general.parameter_count": model.store.parameters} if model.store.parameters else {}),
+        f"{family}.context_length": model.context_tokens,
         f"{family}.block_count": info.layers,
         f"{family}.expert_count": info.experts,
         f"{family}.expert_used_count": info.top_k,
@@ -190,12 +204,8 @@ def _parameters(text: TextModel, context_tokens: int) -> list[str]:
     ]
 
 
-def _tier_bytes(metrics: Mapping[str, float], tier: str) -> int:
-    return int(metrics.get(TIER_BYTES % tier, 0))
-
-
-def _modified(api: Api) -> str:
-    return rfc3339(datetime.fromtimestamp(api.store.modified_s, UTC))
+def _modified(model: ListedModel) -> str:
+    return rfc3339(datetime.fromtimestamp(model.store.modified_s, UTC))
 
 
 def _api(request: Request) -> Api:

@@ -17,12 +17,11 @@ from edgemoe.api.endpoints.chat_completions import tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.metrics import CONTENT_TYPE
-from edgemoe.api.resources import Api
+from edgemoe.api.model_wish import NO_WISH, read_wish
+from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
-from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.arrays import Json
-from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.principal import Principal
 
 R = TypeVar("R", Tokenize, Detokenize, anthropic.MessagesBody)
@@ -43,46 +42,51 @@ PARAMETERS = {  # that OpenRouter lists, by the capability that they need
     "tools": ("tools", "tool_choice"),
     "thinking": ("reasoning", "include_reasoning"),
 }
+STATES = {"unloaded": "not-loaded", "loading": "loading", "failed": "failed"}  # as LM Studio has the first
 _STARTED = int(time.time())
 
 
 async def list_models(request: Request) -> Response:
-    """Answers GET /v1/models with the served model and its aliases."""
+    """Answers GET /v1/models with the served models and the first one's aliases."""
     api = _api(request)
-    info, limits = await api.backend.model()
-    card = _model_card(info, limits.context_tokens, api.text)
-    aliases = [name for name in api.settings.aliases if name not in (ANY_MODEL, info.id)]
-    return JSONResponse({"object": "list", "data": [card, *(card | {"id": name, "root": info.id} for name in aliases)]})
+    cards = [_model_card(model) for model in await api.listed()]
+    first = cards[0]
+    aliases = [name for name in api.settings.aliases if name not in (ANY_MODEL, first["id"])]
+    named = [first | {"id": name, "root": first["id"]} for name in aliases]
+    return JSONResponse({"object": "list", "data": [first, *named, *cards[1:]]})
 
 
 async def describe_model(request: Request) -> Response:
     """Answers GET /v1/models/NAME. Raises ModelNotFound."""
-    api = _api(request)
-    info, limits = await api.backend.model()
-    (await api.context(request.state.principal)).check_model(request.path_params["name"])
-    return JSONResponse(_model_card(info, limits.context_tokens, api.text))
+    api, name = _api(request), request.path_params["name"]
+    if api.models is None:
+        (await api.context(request.state.principal)).check_model(name)
+    return JSONResponse(_model_card(await api.find_listed(name)))
 
 
-def _model_card(info: ModelInfo, context_tokens: int, text: TextModel) -> Json:
+def _model_card(model: ListedModel) -> Json:
     """Returns OpenAI's model object, with the fields by which clients of other servers know a model."""
-    can = text.capabilities
+    can, info = list(model.capabilities), model.info
     return {
-        "id": info.id,
+        "id": model.name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "edgemoe",
-        **dict.fromkeys(CONTEXT_FIELDS, context_tokens),
+        **dict.fromkeys(CONTEXT_FIELDS, model.context_tokens),
         "type": "llm",
-        "state": "loaded",
+        "state": STATES.get(model.state, "loaded"),
         "capabilities": can + ["tool_use"] * ("tools" in can),
         "supported_parameters": [
             name for need, names in PARAMETERS.items() if not need or need in can for name in names
         ],
         "architecture": MODALITIES,
         **MODALITIES,
-        "family": info.family,
-        "digest": info.digest,
-        "dtype": info.dtype,
+        "family": info.family if info is not None else "",
+        "digest": info.digest if info is not None else "",
+        "dtype": info.dtype if info is not None else "",
+        "pinned": model.is_pinned,
+        "idle_s": model.idle_s,
+        "memory_bytes": model.ram_bytes + model.vram_bytes,
     }
 
 
@@ -121,8 +125,10 @@ async def _answer_in_thread(request: Request, kind: type[R], work: Callable[[R, 
 
     with api.bodies.open(principal) as body:
         raw = await api.bodies.read(body, request)
-        async with http.while_connected(request.receive), api.large(raw, principal):
-            return await api.in_thread(principal, decode_and_work, await api.context(principal), raw)
+        async with http.while_connected(request.receive):
+            asked = NO_WISH if api.models is None else await api.in_thread(principal, read_wish, raw)
+            async with api.chosen(asked) as chosen, api.large(raw, principal):
+                return await chosen.in_thread(principal, decode_and_work, await chosen.context(principal), raw)
 
 
 def _tokenized(body: Tokenize, context: RequestContext) -> Json:
@@ -191,20 +197,22 @@ async def props(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Answers GET /health: the state only, to a client without a key; status 503 unless the daemon is ready."""
-    backend = _api(request).backend
-    about = backend.describe() if request.state.known else {"status": backend.state}
-    return JSONResponse(about, 200 if backend.state == "ready" else 503)
+    api = _api(request)
+    about = api.describe() if request.state.known else {"status": api.state}
+    return JSONResponse(about, 200 if api.state == "ready" else 503)
 
 
 async def metrics(request: Request) -> Response:
     """Answers GET /metrics."""
     api = _api(request)
-    return Response(api.metrics.render(api.backend.metrics()), media_type=CONTENT_TYPE)
+    figures = {api.metrics.model: api.backend.metrics()} if api.models is None else api.models.metrics()
+    return Response(api.metrics.render(figures), media_type=CONTENT_TYPE)
 
 
 async def reload(request: Request) -> Response:
     """Answers POST /reload, by the Unix socket only: reloads settings and exports that can change while serving."""
-    return JSONResponse({"message": await _owner_api(request).backend.reload()})
+    api = _owner_api(request)
+    return JSONResponse({"message": await (api.backend.reload() if api.choice is None else api.choice.reload())})
 
 
 async def members(request: Request) -> Response:

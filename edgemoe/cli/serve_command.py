@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import shlex
@@ -19,6 +20,7 @@ from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import LoadedSettings, load
 from edgemoe.config.paths import default_socket
+from edgemoe.config.served_models import served_models
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, UnsupportedProcessor
 from edgemoe.guard import refuse_pickle
@@ -49,13 +51,15 @@ def serve(args: argparse.Namespace) -> int:
         _have_a_key(loaded)
     check_processor()
     ports = daemon.reserve(loaded.settings)
-    model = store_of(loaded.settings.model, show_progress)
-    settings = msgspec.structs.replace(loaded.settings, model=model)
+    settings = loaded.settings
+    if settings.model.path or not settings.models:
+        settings = msgspec.structs.replace(settings, model=store_of(settings.model, show_progress))
     return daemon.run(
         settings,
         on_ready=lambda: print(ready_text(settings), flush=True),
         ports=ports,
         reread=lambda: read_settings(args).settings,
+        find_store=lambda model, progress: store_of(model, lambda _: contextlib.nullcontext(progress)),
     )
 
 
@@ -108,7 +112,8 @@ def ready_text(settings: Settings) -> str:
     chat = "edgemoe chat" + ("" if is_default else f" --socket {shlex.quote(api.socket)}")
     places.append(api.socket)
     page = f"; in a browser: {url_of(api.tcp)}/" if api.tcp else ""
-    return f"{settings.model.name} is ready at {' and '.join(places)}\nNext, in another terminal: {chat}{page}"
+    ready = f"{', '.join(served_models(settings))} {'are' if settings.models else 'is'} ready"
+    return f"{ready} at {' and '.join(places)}\nNext, in another terminal: {chat}{page}"
 
 
 def url_of(address: str) -> str:

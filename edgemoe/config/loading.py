@@ -259,8 +259,8 @@ def _unit_parser(key: str) -> Callable[[str], float] | None:
 
 
 def _sections() -> dict[str, type[msgspec.Struct]]:
-    sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-    return sections | {"device": DeviceSettings, "models": NamedModelSettings}
+    tables: dict[str, type[msgspec.Struct]] = {"device": DeviceSettings, "models": NamedModelSettings}
+    return {field.name: field.type for field in msgspec.structs.fields(Settings)} | tables
 
 
 def _type_of(key: str) -> Any:

@@ -50,7 +50,7 @@ class NamedModelSettings(SettingsSection, frozen=True, kw_only=True):
     path: Text = ""  # as model.path; "" is the packed store of that name
     pin: bool = False  # loaded at start, and never unloaded
     idle_s: Seconds = 300.0  # without a request after which it is unloaded; 0: only where another needs its memory
-    memory_bytes: Bytes = 0  # of RAM that it may take in all; 0: what it needs, at most memory.models_bytes
+    memory_bytes: Bytes = 0  # of RAM that it may take in all; 0: as much as it needs, at most memory.models_bytes
     vram_bytes: Bytes = 0  # likewise of each GPU
 
 
@@ -220,6 +220,8 @@ def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]
 def _name_faults(settings: Settings) -> Iterator[str]:
     """Yields names of models that clients could not tell apart: case does not count."""
     others = {name.lower() for name in (settings.model.name, *settings.api.aliases) if name}
+    if settings.cluster.node and settings.models and not settings.model.path:
+        yield "cluster.node is set, and [models], but not model.path: name the model that the boxes share there"
     seen: dict[str, str] = {}
     for name in settings.models:
         if name.lower() in others:

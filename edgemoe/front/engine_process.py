@@ -74,7 +74,7 @@ class EngineProcess:
         self._place = place
         self._reloaded: asyncio.Future[Reloaded] | None = None
         self._told_failed = asyncio.Event()
-        self._killed = False
+        self._retired = False
         self._lines = LastLines()
         self._copying: asyncio.Task[None] | None = None
 
@@ -189,7 +189,7 @@ class EngineProcess:
     @property
     def serving(self) -> bool:
         """Returns whether the engine takes requests: it is ready, and not known to have died."""
-        return self.ready is not None and self.process.returncode is None and not self._killed
+        return self.ready is not None and self.process.returncode is None and not self._retired
 
     @property
     def stalls(self) -> bool:
@@ -265,9 +265,13 @@ class EngineProcess:
             self.kill()
             await self.process.wait()
 
+    def retire(self) -> None:
+        """Counts the engine as one that takes no more requests."""
+        self._retired = True
+
     def kill(self) -> None:
         """Kills the process and its children. A process that waits for a disk or a driver ends later."""
-        self._killed = True
+        self._retired = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

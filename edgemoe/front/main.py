@@ -10,30 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp
 
 from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.app import build, build_ollama
 from edgemoe.api.metrics import Metrics
-from edgemoe.api.resources import Api, StoreFacts
+from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.paths import beside
-from edgemoe.config.settings import Settings
+from edgemoe.config.served_models import ServedModelSettings, served_models
+from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.durable import remove_file
-from edgemoe.errors import EdgemoeError, EngineUnavailable, RequestError, first_error
-from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import dense_shapes
+from edgemoe.errors import EngineUnavailable, RequestError, first_error
 from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
@@ -49,7 +50,11 @@ from edgemoe.front.listen import (
     sole_owner,
     unix_socket,
 )
+from edgemoe.front.model_facts import facts_of, room_of, store_facts
+from edgemoe.front.model_host import ModelHost, PoolDoors
+from edgemoe.front.model_pool import ModelPool
 from edgemoe.front.request_router import RequestRouter
+from edgemoe.front.start_turn import StartTurn
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects, give_back, give_back_often, keep_freed
@@ -61,6 +66,7 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "edgemoe.worker")
 TICK_S = 1.0
+StoreFinder = Callable[[ModelSettings, Callable[[int, int], None]], ModelSettings]
 HAND_OVER_S = 15.0  # that other boxes have to fetch experts that only this box has
 LOADING_MARGIN_S = 60  # by which each tick extends the service manager's limit for loading or draining
 OPEN_FILES = 65536
@@ -83,20 +89,28 @@ def run(
     on_ready: Callable[[], None] | None = None,
     ports: BoundPorts | None = None,
     reread: Callable[[], Settings] | None = None,
+    find_store: StoreFinder | None = None,
 ) -> int:
     """Serves the packed store at `settings.model.path` until stopped. Returns the exit status.
 
     `settings` have their paths filled in; `reread` reads them again. `on_ready` is called once requests are answered;
-    `ports` come from `reserve`. Raises ServiceError, CheckpointError if the front cannot start.
+    `ports` come from `reserve`; `find_store` finds or packs the store of a further model. Raises ServiceError,
+    CheckpointError if the front cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
     keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
     try:
-        asyncio.run(Front(settings, command, on_ready=on_ready, ports=ports, reread=reread).serve_with_signals())
+        front = Front(settings, command, os.environ, on_ready, ports, reread, find_store or as_it_is)
+        asyncio.run(front.serve_with_signals())
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     return 0
+
+
+def as_it_is(model: ModelSettings, progress: Callable[[int, int], None]) -> ModelSettings:
+    """Returns the settings of a model whose path is that of its store."""
+    return model
 
 
 class Front:
@@ -110,11 +124,14 @@ class Front:
         on_ready: Callable[[], None] | None = None,
         ports: BoundPorts | None = None,
         reread: Callable[[], Settings] | None = None,
+        find_store: StoreFinder = as_it_is,
     ) -> None:
         self.settings = settings
-        self._reread = reread
-        self.metrics = Metrics(settings.model.name)
-        self.supervisor: Supervisor | None = None
+        self._reread = reread or (lambda: settings)
+        self._find_store = find_store
+        self.metrics = Metrics(next(iter(served_models(settings))))
+        self.pool: ModelPool | None = None
+        self.supervisor: Supervisor | None = None  # of the first model
         self.api: Api | None = None
         self.cluster: ClusterFront | None = None  # None unless the settings name a node
         self.integrity_errors = 0
@@ -122,7 +139,7 @@ class Front:
         self._env = env
         self._on_ready, self._ports = on_ready, ports
         self._notifier = Notifier(env)
-        self._stops = 0
+        self._stops = self._hosts = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
         self._hung_up = asyncio.Event()
         self._socket_path: Path | None = None  # the Unix socket, where it is ours
@@ -155,35 +172,70 @@ class Front:
         with contextlib.ExitStack() as held:
             held.enter_context(sole_owner(runtime, _elsewhere(settings)))
             keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.needs_keys else None
-            prompts = BoundedText(text_command(Path(settings.model.path)))
-            text = await _text_model(Path(settings.model.path), prompts)
-            give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
-            wire = IpcServer(runtime)
-            held.callback(wire.close)
-            requests = RequestRouter(settings.engine, LocalConnection(wire))
-            snapshots = ClusterSnapshots(requests.connection)
-            self.cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
-            self.supervisor = supervisor = Supervisor(settings, requests, self._command, snapshots, self.cluster)
-            supervisor.ends_when_fatal = not self._notifier.has_manager  # else it would be restarted again and again
-            supervisor.reread = self._reread or supervisor.reread
-            self.api = api = Api(
-                settings.api,
-                supervisor,
-                text,
-                prompts,
-                self.metrics,
-                keys,
-                node=settings.cluster.node,
-                shares_prefixes=settings.engine.share_prefixes,
-                store=_store_facts(Path(settings.model.path)),
-            )
+            self.pool = pool = ModelPool(settings, served_models(settings), self._doors(runtime, keys))
+            held.callback(pool.close_wires)
+            self.supervisor = pool.first.supervisor
+            self.api = api = await pool.open_first()
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
-            self._show_metrics(supervisor)
             if self.cluster is not None:
                 self.cluster.listen()
-            await self._serve(supervisor, Server(self._apps(api, held), settings.api.max_connections))
+            await self._serve(pool, Server(self._apps(api, held), settings.api.max_connections))
 
-    async def _serve(self, supervisor: Supervisor, server: Server) -> None:
+    def _doors(self, runtime: Path, keys: KeyRing | None) -> PoolDoors:
+        return PoolDoors(
+            partial(self._host, runtime),
+            partial(self._open_api, keys),
+            self._find_store,
+            facts_of,
+            room_of,
+            self._reread,
+        )
+
+    def _host(self, runtime: Path, name: str, served: ServedModelSettings, turn: StartTurn) -> ModelHost:
+        """Makes the supervisor of a model's engine, with a socket of its own."""
+        settings, number = served.engine, self._hosts
+        self._hosts += 1
+        wire = IpcServer(runtime, name=f"engine-{number}.ipc" if number else "engine.ipc")
+        requests = RequestRouter(settings.engine, LocalConnection(wire))
+        snapshots = ClusterSnapshots(requests.connection)
+        cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
+        self.cluster = self.cluster or cluster
+        wanted = served.is_pinned
+        supervisor = Supervisor(settings, requests, self._command, snapshots, cluster, turn, is_wanted=wanted)
+        supervisor.ends_when_fatal = not number and not self._notifier.has_manager  # else it is restarted for ever
+        supervisor.reread = lambda: served_models(self._present_settings())[name].engine
+        self._show_metrics(supervisor, self.metrics if not number else self.metrics.of(name))
+        return ModelHost(name, served, supervisor, wire.close, time.monotonic())
+
+    def _present_settings(self) -> Settings:
+        """Returns the settings as they are now, with the first model's path and name that were found at the start."""
+        fresh = self._reread()
+        return msgspec.structs.replace(fresh, model=self.settings.model)
+
+    async def _open_api(self, keys: KeyRing | None, host: ModelHost, path: Path) -> Api:
+        """Reads a model's tokenizer and chat template. Raises CheckpointError, StoreError."""
+        settings, first = self.settings, self.api
+        prompts = BoundedText(text_command(path))
+        text = await _text_model(path, prompts)
+        give_back()  # reading a large tokenizer leaves as much freed memory as it keeps
+        shared = (
+            {} if first is None else {name: getattr(first, name) for name in ("threads", "thread_turns", "large_turns")}
+        )
+        return Api(
+            settings.api,
+            host.supervisor,
+            text,
+            prompts,
+            self.metrics if first is None else self.metrics.of(host.name),
+            keys,
+            node=settings.cluster.node,
+            shares_prefixes=settings.engine.share_prefixes,
+            store=store_facts(path),
+            choice=self.pool,
+            **shared,
+        )
+
+    async def _serve(self, pool: ModelPool, server: Server) -> None:
         freeze_objects()
         async with asyncio.TaskGroup() as tasks:
             http = tasks.create_task(server.run_until_stopped(), name="http")
@@ -193,55 +245,54 @@ class Front:
                 try:
                     await work
                 except Exception as error:
-                    supervisor.stop(EngineUnavailable(f"the daemon ends: {error}"))
+                    pool.stop(EngineUnavailable(f"the daemon ends: {error}"))
                     self._remove_socket()
                     server.stop()
                     await asyncio.wait([http])
                     raise
 
             helpers = [
-                tasks.create_task(essential(supervisor.listen()), name="listen"),
-                tasks.create_task(essential(supervisor.run()), name="engine"),
-                tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
-                tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
+                tasks.create_task(essential(pool.run()), name="engines"),
+                tasks.create_task(self._heartbeat(pool), name="heartbeat"),
+                tasks.create_task(self._reload_on_hangup(pool), name="reload"),
                 tasks.create_task(give_back_often(), name="memory"),
             ]
             if self.cluster is not None:
                 helpers.append(tasks.create_task(essential(self.cluster.run()), name="cluster"))
             await self._stopped[0].wait()
-            log.info("stopping", extra={"live": len(supervisor.requests), "drain_s": self.settings.service.drain_s})
+            log.info("stopping", extra={"live": pool.count_live(), "drain_s": self.settings.service.drain_s})
             self._notifier.notify_manager(STOPPING="1", STATUS="finishing running requests")
-            await _either(self._wind_down(supervisor), self._stopped[1].wait())
-            supervisor.stop()
+            await _either(self._wind_down(pool), self._stopped[1].wait())
+            pool.stop()
             self._remove_socket()
             server.stop()
-            if self.api is not None:
-                await self.api.close()
+            await pool.close()
             if self.cluster is not None:
                 await self.cluster.leave()
             for helper in helpers:
                 helper.cancel()
         log.info("stopped")
 
-    async def _wind_down(self, supervisor: Supervisor) -> None:
+    async def _wind_down(self, pool: ModelPool) -> None:
         """Waits for other boxes to fetch missing experts, then for running requests."""
         if self.cluster is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(HAND_OVER_S, self.settings.service.drain_s)):
                     await self.cluster.leave_experts()
-        await supervisor.drain(self.settings.service.drain_s)
+        await pool.drain(self.settings.service.drain_s)
 
-    async def _heartbeat(self, supervisor: Supervisor) -> None:
+    async def _heartbeat(self, pool: ModelPool) -> None:
         """Keeps the service manager informed that this process is alive, ready, or loading."""
         notified_ready, shown_ready, status_line = False, False, ""
         while True:
             fields = {"WATCHDOG": "1"}
-            is_ready = supervisor.state == "ready"
-            if not notified_ready and (is_ready or supervisor.state == "failed"):  # errors are answers too
+            state = pool.state
+            is_ready = state == "ready"
+            if not notified_ready and (is_ready or state == "failed"):  # errors are answers too
                 fields["READY"] = "1"
             elif not notified_ready or self._stopped[0].is_set():
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
-            if (status := supervisor.summary()) != status_line:
+            if (status := pool.summary()) != status_line:
                 status_line = fields["STATUS"] = status
             if self._notifier.notify_manager(**fields):
                 notified_ready |= "READY" in fields
@@ -249,21 +300,21 @@ class Front:
                     shown_ready = True
                     with contextlib.suppress(OSError):  # the reader of our output has gone, or its disk is full
                         self._on_ready()
-            self._check(supervisor)
+            self._check(pool)
             await asyncio.sleep(until_tick(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S)))
 
-    async def _reload_on_hangup(self, supervisor: Supervisor) -> None:
+    async def _reload_on_hangup(self, pool: ModelPool) -> None:
         while True:
             await self._hung_up.wait()
             self._hung_up.clear()
             try:
-                log.info("reloaded", extra={"answer": await supervisor.reload()})
+                log.info("reloaded", extra={"answer": await pool.reload()})
             except RequestError as error:
                 log.warning("not reloaded", extra={"error": str(error)})
 
-    def _check(self, supervisor: Supervisor) -> None:
+    def _check(self, pool: ModelPool) -> None:
         try:
-            supervisor.check_integrity()
+            pool.check_integrity()
         except AssertionError as error:
             self.integrity_errors += 1
             log.error("the front contradicts itself", extra={"error": str(error)})
@@ -295,8 +346,8 @@ class Front:
             log.info("listening", extra={"address": one.getsockname()})
         return apps
 
-    def _show_metrics(self, supervisor: Supervisor) -> None:
-        requests, gauge, counter = supervisor.requests.machine, self.metrics.gauge, self.metrics.counter
+    def _show_metrics(self, supervisor: Supervisor, metrics: Metrics) -> None:
+        requests, gauge, counter = supervisor.requests.machine, metrics.gauge, metrics.counter
         gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(requests))
         counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)
         counter(
@@ -336,20 +387,6 @@ async def _text_model(directory: Path, prompts: BoundedText) -> TextModel:
         await asyncio.to_thread(lambda: verify_copies(directory, Manifest.read(directory)))
     await prompts.check()
     return await asyncio.to_thread(TextModel, directory)
-
-
-def _store_facts(directory: Path) -> StoreFacts:
-    """Returns the sizes of a packed store; zeros where it cannot be read, for the engine says why."""
-    try:
-        manifest = Manifest.read(directory)
-        spec = spec_from_config(manifest.spec_config)
-        modified_s = (directory / MANIFEST).stat().st_mtime
-    except (EdgemoeError, OSError):
-        return StoreFacts()
-    dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
-    experts = sum(len(layer.experts) for layer in manifest.layers)
-    expert = 3 * spec.geometry.hidden * spec.geometry.width
-    return StoreFacts(manifest.total_bytes, dense + experts * expert, modified_s)
 
 
 def _has_terminal() -> bool:

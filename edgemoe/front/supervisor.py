@@ -1,6 +1,7 @@
 """Keeps an engine running, and the front's requests on it.
 
 * loading --Ready--> ready --death or hang--> loading (after a back-off; live requests are submitted again)
+* ready --unload--> unloaded --a request--> loading (models that a daemon serves beside others)
 * any --too many deaths--> failed (typed errors; another start when the window has passed, or at a reload)
 * any --drain--> draining (nothing new is accepted; an engine that dies is still replaced)
 """
@@ -10,26 +11,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from edgemoe.api.backend import BoxSnapshot, State
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EngineUnavailable, MembersRefused, ReloadRefused, RequestError, ServiceError
+from edgemoe.errors import (
+    ConfigError,
+    EdgemoeError,
+    EngineUnavailable,
+    MembersRefused,
+    ReloadRefused,
+    RequestError,
+    ServiceError,
+)
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.engine_process import LOOK_S, STOP_S, EngineProcess
 from edgemoe.front.engine_starts import FailedStarts, ProcessDeath, RestartBackoff, keeps_failing
+from edgemoe.front.peer_boxes import PeerBoxes
 from edgemoe.front.request_events import EnginesChanged, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
-from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop, ToCluster
+from edgemoe.front.start_turn import StartAtOnce, StartForgone, StartTurn
+from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotReply, Stop
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo, loading_text
-from edgemoe.types.request import Emission, Request, RequestLimits
+from edgemoe.types.request import Request, RequestLimits
 
 log = logging.getLogger(__name__)
 
@@ -38,31 +50,6 @@ SETTINGS_S = 2.0  # between checks of the settings of an engine that cannot star
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 ENGINES_OWN = ("memory", "device", "engine", "cache", "record", "log")  # settings that a new engine may get
 CANNOT_START_S = 30.0  # after which a client may ask again
-
-
-class PeerBoxes(Protocol):
-    """The other boxes, as the supervisor needs them."""
-
-    def on_engine_message(self, boot: str, message: ToCluster) -> None:
-        """Acts on the engine's messages about itself, its links and its requests."""
-
-    def on_engine_changed(self) -> None:
-        """Announces that the engine takes requests now, or has ended."""
-
-    def pass_on_emissions(self, items: list[Emission]) -> list[Emission]:
-        """Passes on the engine's emissions for other boxes; returns this front's."""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the cluster's metrics by their final names."""
-
-    def describe(self) -> dict[str, Any]:
-        """Returns members, leader, epoch and plan, for /health."""
-
-    async def list_members(self) -> dict[str, Any]:
-        """Returns the boxes of the cluster, with their votes."""
-
-    async def change_members(self, verb: str, node: str, *, dead: bool, hours: float) -> str:
-        """Changes the members of the cluster. Returns a message about the change. Raises MembersRefused."""
 
 
 class Supervisor:
@@ -75,10 +62,19 @@ class Supervisor:
         command: Sequence[str],
         snapshots: ClusterSnapshots,
         cluster: PeerBoxes | None = None,
+        turn: StartTurn | None = None,
+        *,
+        is_wanted: bool = True,
     ) -> None:
+        """Starts the first engine at once with `is_wanted`, else when the model is asked for."""
         self.settings, self.requests = settings, requests
         self._connection = requests.connection
-        self._state: State = "loading"
+        self._state: State = "loading" if is_wanted else "unloaded"
+        self._turn = turn or StartAtOnce()
+        self._wanted = asyncio.Event()  # there are requests for the model, or it is pinned
+        self._unloading = False  # its engine is stopped on purpose
+        if is_wanted:
+            self._wanted.set()
         self.starts = 0
         self.why = ""  # the reason for the last engine's end
         self._command, self._snapshots, self._cluster = command, snapshots, cluster
@@ -97,7 +93,7 @@ class Supervisor:
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the metrics of the engine's last Stats and of the cluster."""
-        metrics = self._connection.engine.stats.values if self._connection.engine else {}
+        metrics = self.engine_metrics()
         return metrics if self._cluster is None else {**metrics, **self._cluster.metrics()}
 
     @property
@@ -111,13 +107,13 @@ class Supervisor:
 
         Waits for the first engine. Raises EngineUnavailable if its start makes no progress for `api.request_timeout_s`.
         """
+        self.want()
         clock = asyncio.get_running_loop().time
         began_s = clock()
         while self._served is None:
             if self.requests.closed is not None:
                 raise self.requests.closed.with_traceback(None)  # as RequestRouter raises it
-            engine, waited_s = self._connection.engine, clock() - began_s
-            still_s = waited_s if engine is None else min(waited_s, engine.still_s)
+            still_s = min(clock() - began_s, self.still_s)
             if still_s >= self.settings.api.request_timeout_s:
                 raise EngineUnavailable(f"the model is still loading{self._how_far()}; try again")
             with contextlib.suppress(TimeoutError):
@@ -125,8 +121,56 @@ class Supervisor:
                     await self._changed.wait()
         return self._served
 
+    @property
+    def still_s(self) -> float:
+        """Returns the seconds since the start last made progress; endless where nothing is known."""
+        if (waits := self._turn.progress()) is not None:
+            return waits.still_s
+        return math.inf if self._connection.engine is None else self._connection.engine.still_s
+
+    def want(self) -> None:
+        """Loads the model where it is not loaded."""
+        if not self._wanted.is_set():
+            self._wanted.set()
+            if self._state == "unloaded":
+                self._change("loading")
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether the model is loaded, and no request is alive."""
+        return self._state == "ready" and not len(self.requests)
+
+    @property
+    def is_unloading(self) -> bool:
+        """Returns whether the engine is being stopped on purpose."""
+        return self._unloading
+
+    @property
+    def reason(self) -> str:
+        """Returns the reason why the model cannot be loaded; "" where it can."""
+        return self._cannot_start.reason if self._cannot_start is not None else ""
+
+    def engine_metrics(self) -> Mapping[str, float]:
+        """Returns the metrics of the engine's last Stats."""
+        return self._connection.engine.stats.values if self._connection.engine else {}
+
+    async def unload(self) -> None:
+        """Stops the engine. The next request for the model starts another one."""
+        engine = self._connection.engine
+        if self._state != "ready" or engine is None or self._unloading:
+            return
+        log.info("model unloaded", extra={"model": self.settings.model.name})
+        self._unloading, self._served = True, None
+        self._wanted.clear()
+        self._change("unloaded")
+        is_asked = self._connection.send(Stop())
+        engine.retire()
+        self._engine_changed()
+        await engine.exits(STOP_S if is_asked else 0.0)
+
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[ClientSubmission]:
         """Accepts requests as RequestRouter.open does."""
+        self.want()
         return self.requests.open(requests, timeout_s)
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
@@ -159,12 +203,11 @@ class Supervisor:
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
         engine, served = self._connection.engine, self._served
-        loading = engine.describe_loading() if engine and self._state in ("loading", "draining") else None
         about = {} if self._cluster is None else {"cluster": self._cluster.describe()}
         return about | {
             "status": self.state,
             "model": msgspec.to_builtins(served[0]) if served else None,
-            "loading": loading,
+            "loading": self.describe_loading(),
             "cannot_start": self._cannot_start.describe() if self._cannot_start else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
@@ -175,6 +218,16 @@ class Supervisor:
             },
             "quarantine": self.requests.machine.quarantine.describe(),
         }
+
+    def describe_loading(self) -> dict[str, Any] | None:
+        """Returns the progress of loading, for /health; None while nothing is loaded."""
+        if self._state not in ("loading", "draining"):
+            return None
+        if (waits := self._turn.progress()) is not None:
+            seconds = round(waits.seconds, 1)
+            return {"phase": "waiting", "fraction": 0.0, "detail": waits.detail, "phase_s": seconds, "seconds": seconds}
+        engine = self._connection.engine
+        return engine.describe_loading() if engine is not None else None
 
     async def reload(self) -> str:
         """Has the engine load its ScoutGate again while requests go on. Returns a message about the one in use.
@@ -201,12 +254,24 @@ class Supervisor:
 
     async def run(self) -> None:
         """Keeps an engine alive until drained or cancelled. Raises ServiceError if none can ever start."""
-        while not self._stopping:
+        while True:
+            await self._wanted.wait()
+            if self._stopping:
+                return
             death = await self._incarnation()
+            if self._unloading:
+                self._forget_engine()
+                continue
             self.why = death.said
             if not self._stopping:
                 log.error("engine ended", extra={"why": self.why, "live": len(self.requests)})
                 await self._after(death)
+
+    def _forget_engine(self) -> None:
+        """Forgets the engine that was unloaded, and its failures."""
+        self._unloading, self._connection.engine, self.why = False, None, ""
+        self._failed_starts = FailedStarts(self.settings.service.max_restarts)
+        self._backoff = RestartBackoff(self.settings.service)
 
     async def listen(self) -> None:
         """Acts on the engine's messages until cancelled."""
@@ -248,12 +313,14 @@ class Supervisor:
             log.warning("requests were cut off by the drain deadline", extra={"live": len(self.requests)})
             self.requests.fail_all(SHUTTING_DOWN)
         self._stopping = True
+        self._wanted.set()
         if self._connection.engine is not None:
             await self._connection.engine.exits(STOP_S if self._connection.send(Stop()) else 0.0)
 
     def stop(self, why: RequestError = SHUTTING_DOWN) -> None:
         """Ends every request with an error and starts no further engine. The caller cancels `run`."""
         self._stopping, self.requests.closed = True, why
+        self._wanted.set()
         self.requests.fail_all(why)
         self._pulse()  # wakes requests that wait for the first engine
 
@@ -265,11 +332,28 @@ class Supervisor:
         )
 
     async def _incarnation(self) -> ProcessDeath:
-        """Runs one engine from start to end. Returns its death."""
+        """Waits for the turn to start, and runs one engine from start to end. Returns its death."""
+        beginning = asyncio.ensure_future(self._turn.begin(self.settings))
+        try:
+            while not (await asyncio.wait([beginning], timeout=until_tick(LOOK_S)))[0]:
+                self.requests.handle(TimePassed())
+            return await self._run_engine(beginning.result())
+        except StartForgone as error:
+            self._wanted.clear()
+            self._unloading, self._served = True, None
+            self._change("unloaded")
+            return ProcessDeath("forgone", str(error))
+        except EdgemoeError as error:  # it may not start
+            return ProcessDeath(type(error).__name__, str(error), "start", fatal=True)
+        finally:
+            beginning.cancel()
+            self._turn.on_ended()
+
+    async def _run_engine(self, settings: Settings) -> ProcessDeath:
         self.starts += 1
         try:
             engine = self._connection.engine = await EngineProcess.start(
-                self._command, self.settings, self._connection.wire.address
+                self._command, settings, self._connection.wire.address
             )
         except OSError as error:  # no memory for another process, say
             self._connection.engine = None
@@ -365,8 +449,7 @@ class Supervisor:
         return changed
 
     def _how_far(self) -> str:
-        engine = self._connection.engine
-        at = engine.describe_loading() if engine is not None else None
+        at = self.describe_loading()
         last = f"the engine before it ended: {self.why}" if self.why else ""
         told = [loading_text(at)] if at is not None else []
         return f" ({'; '.join([*told, *([last] if last else [])])})" if told or last else ""
@@ -381,6 +464,7 @@ class Supervisor:
             self._change("failed")
 
     def _on_ready(self, ready: Ready) -> None:
+        self._turn.on_started()
         context_tokens = min(ready.limits.context_tokens, ready.limits.kv_tokens)
         self._served = (ready.model, RequestLimits(context_tokens, ready.model.vocab))
         self.requests.fit(ready.limits)

@@ -49,8 +49,8 @@ RETRY_S = 0.01  # between tries to hand ZeroMQ a message while its queue is full
 class IpcServer:
     """Sends to engines by boot id, and yields the messages of all of them."""
 
-    def __init__(self, directory: Path, speaks: Versions = PROTOCOL_VERSIONS) -> None:
-        path = private_directory(directory) / "engine.ipc"
+    def __init__(self, directory: Path, speaks: Versions = PROTOCOL_VERSIONS, name: str = "engine.ipc") -> None:
+        path = private_directory(directory) / name
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             why = f"too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes)"
             raise ServiceError(f"{path}: {why}; set service.runtime_dir to a shorter path")

@@ -39,12 +39,13 @@ from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
-from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
+from edgemoe.types.model_info import ModelInfo, ServedModel
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, predictive_policy, scoutgate_for
 
@@ -135,7 +136,10 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         engine = _engine(settings, budgets, decoder, tiers, _grammars(directory, spec), emit, observers)
         opened.callback(engine.close)
         closing = opened.pop_all()
-    info, scrubber = _info(settings, manifest, spec), _scrubber(geometry, tiers, store, sharing, engine)
+    info, scrubber = (
+        served_info(settings.model.name, manifest, spec),
+        _scrubber(geometry, tiers, store, sharing, engine),
+    )
     return Assembly(
         settings, info, budgets, engine, tiers, closing.close, activity, sharing, scrubber, scoutgate, controller
     )
@@ -161,26 +165,6 @@ def _compiling(report: ReportPhase, phase: str) -> CompileProgress:
 
 def _machine() -> Machine:
     return probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
-    return ModelInfo(
-        id=settings.model.name or manifest.name,
-        family=spec.family,
-        digest=manifest.digest,
-        context_tokens=spec.context_tokens,
-        vocab=spec.vocab,
-        layers=spec.geometry.layers,
-        experts=spec.geometry.experts,
-        top_k=spec.geometry.top_k,
-        dtype=spec.dtype,
-        expert_bytes=max(map(spec.geometry.expert_bytes, range(spec.geometry.layers))),
-        layer_experts=spec.geometry.layer_experts,
-        encodings=commonest_first([spec.geometry.encoding(layer).name for layer in range(spec.geometry.layers)]),
-        dense_encoding=spec.dense_encoding,
-        kv_dtype="int8" if spec.kv_int8 else spec.dtype,
-        layer_bytes=tuple(spec.geometry.strides_bytes.tolist()),
-    )
 
 
 def _memory(settings: Settings, budgets: Budgets, report: ReportPhase) -> TierMemory:

@@ -340,7 +340,7 @@ def _reload(assembly: Assembly) -> Reloaded:
     """Reads the ScoutGate export again, on one core, because the others compute."""
     settings = assembly.settings
     if assembly.scoutgate is None:
-        return Reloaded(message="nothing was loaded again: cache.scoutgate is not set", refused=True)
+        return Reloaded(message="there is nothing to load again: cache.scoutgate is not set")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -50,6 +50,9 @@ class Ready:
         self.reloads += 1
         return "done"
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def describe(self) -> dict[str, Any]:
         return {"status": self.state, "pid": 1}
 

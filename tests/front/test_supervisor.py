@@ -107,7 +107,7 @@ async def test_requests_of_an_engine_that_cannot_even_be_killed_end_by_their_dea
         asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0", "max_tokens": 9}))
         await until(lambda: len(supervisor_of(front).requests) == 1)
         with monkeypatch.context() as patch:
-            patch.setattr(EngineProcess, "kill", lambda engine: setattr(engine, "_killed", True))
+            patch.setattr(EngineProcess, "kill", EngineProcess.retire)
             os.kill(first, signal.SIGSTOP)
             assert (await asked).status_code == 504
             assert not supervisor_of(front)._connection.place

@@ -29,5 +29,5 @@ def test_metrics_are_summed_over_the_labels_that_are_left_open() -> None:
 
 
 def test_the_models_name_on_a_page_is_no_part_of_a_figures_name() -> None:
-    page = render_metrics({"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}, 'a "quoted" name')
+    page = render_metrics({'a "quoted" name': {"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}})
     assert parse(page) == {"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -37,8 +37,10 @@ EVERY_S, STATE_EVERY = 0.5, 2  # seconds between rounds, and rounds between stat
 class EventStreams:
     """Yields events to each client that watches. One for an application."""
 
-    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+    def __init__(self, backend: Backend, metrics: Metrics, describe: Callable[[], Json] | None = None) -> None:
+        """Takes `describe`, which returns the body of /health; without it, the backend's."""
         self._backend, self._metrics = backend, metrics
+        self._describe = describe or backend.describe
         self._watchers = Counter[Principal]()
 
     def admit(self, principal: Principal) -> None:
@@ -56,7 +58,7 @@ class EventStreams:
             while self._backend.state != "draining":
                 some = [event(box, "box") for box in memory.boxes(self._backend.snapshots())]
                 if rounds % STATE_EVERY == 0:
-                    some.append(event(memory.state(self._backend.describe(), self._figures()), "state"))
+                    some.append(event(memory.state(self._describe(), self._figures()), "state"))
                 rounds += 1
                 yield b"".join(some)
                 await asyncio.sleep(EVERY_S)

@@ -133,6 +133,16 @@ def prepare_text(context: RequestContext, raw: bytes) -> PreparedAnswer | Respon
     return _prepared(body, generation, TextLines(name, generation, context.text.vocabulary))
 
 
+def unloaded_chat(name: str) -> Response:
+    """Returns the answer to a chat without messages that unloads a model."""
+    return JSONResponse(ChatLines(name).empty("unload"))
+
+
+def unloaded_text(name: str) -> Response:
+    """Returns the answer to a prompt without text that unloads a model."""
+    return JSONResponse(TextLines(name).empty("unload"))
+
+
 def served_name(asked: str | None, context: RequestContext) -> str:
     """Returns the name that a client asks by. Raises InvalidRequest without one, ModelNotFound for other models' names.
 

@@ -1,0 +1,76 @@
+"""Reads which of several models a body asks for, before the body's endpoint decodes it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from edgemoe.errors import InvalidRequest
+
+UNITS_S = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")  # of a duration as Go writes it
+DURATION = re.compile(f"(?:{PART.pattern})+")
+NUMBER = re.compile(r"\d+(?:\.\d*)?")  # of seconds
+LONGEST_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWish:
+    """The model that a request names, and how long it shall stay loaded."""
+
+    name: str | None = None
+    keep_s: float | None = None  # after the request; -1: as long as nothing else needs its memory
+    unloads: bool = False  # the request has nothing to answer: it ends the model's stay
+
+
+NO_WISH = ModelWish()
+NOTHING = msgspec.Raw()
+EMPTY = (b"", b"null", b'""', b"[]")  # parts of a request that only loads or unloads, as JSON
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None  # an earlier name of `model` in Ollama's API
+
+
+class _Kept(_Named):
+    keep_alive: float | str | None = None
+    messages: msgspec.Raw = NOTHING
+    prompt: msgspec.Raw = NOTHING
+    suffix: msgspec.Raw = NOTHING
+
+
+def read_wish(raw: bytes) -> ModelWish:
+    """Returns the model that a body names; none of a body that is no object, which its endpoint refuses."""
+    try:
+        return ModelWish(msgspec.json.decode(raw, type=_Named).model)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return NO_WISH
+
+
+def read_ollama_wish(raw: bytes) -> ModelWish:
+    """Returns the model and the `keep_alive` of a body of Ollama's API. Raises InvalidRequest for a wrong duration."""
+    try:
+        body = msgspec.json.decode(raw, type=_Kept)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return NO_WISH
+    keep_s = None if body.keep_alive is None else seconds_of(body.keep_alive)
+    is_empty = all(bytes(part) in EMPTY for part in (body.messages, body.prompt, body.suffix))
+    return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0)
+
+
+def seconds_of(keep_alive: float | str) -> float:
+    """Returns the seconds of a `keep_alive`; -1 of any negative one. Raises InvalidRequest."""
+    if isinstance(keep_alive, float | int):
+        return float(keep_alive) if keep_alive >= 0 else -1.0
+    text = keep_alive.strip()[:LONGEST_CHARS]
+    plain = text.removeprefix("-")
+    if NUMBER.fullmatch(plain):
+        seconds = float(plain)
+    elif DURATION.fullmatch(plain):
+        seconds = sum(float(number) * UNITS_S[unit] for number, unit in PART.findall(plain))
+    else:
+        raise InvalidRequest('keep_alive: write seconds, or a duration as in "5m" or "1h30m"', param="keep_alive")
+    return -1.0 if text.startswith("-") and seconds else seconds

@@ -1,0 +1,284 @@
+"""Decides when a model's engine may start: one starts at a time, and all share the memory of the box.
+
+Models that have no room wait in order. Idle models make room, the least recently used first. Busy ones do so after
+`PATIENCE_S`: they take no further requests, and go when their running ones have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from edgemoe.config.settings import ModelSettings, Settings
+from edgemoe.config.sizes import format_size
+from edgemoe.errors import CapacityError
+from edgemoe.front.engine_process import LOOK_S
+from edgemoe.front.model_host import ModelHost, PoolDoors
+from edgemoe.front.start_turn import StartForgone, StartProgress
+from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
+
+PATIENCE_S = 10.0  # that a model waits for memory before busy models take no further requests
+SPARE = 4 / 3  # memory of a model whose budget is not stated, for each byte of its store; the rest is for KV
+IN_RAM = ("cpu", "emulated")  # devices without memory of their own
+replace_settings = msgspec.structs.replace
+
+
+class EngineTurns:
+    """Owns the memory of the models, and the turn to start."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        doors: PoolDoors,
+        hosts: Mapping[str, ModelHost],
+        leaving: Sequence[ModelHost],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes the served models, and the ones that are being ended; both may change."""
+        self._settings, self._doors, self._now = settings, doors, now
+        self._hosts, self._leaving = hosts, leaving
+        self._room: ModelMemory | None = None  # of all models; None until it is needed
+        self._waiting: list[ModelHost] = []  # for memory, in order
+        self._starting: ModelHost | None = None
+        self._start_lock = asyncio.Lock()
+        self._changed = asyncio.Event()  # pulsed when memory or uses change
+        self.moved_s = now()  # when they last did
+        self.tasks: asyncio.TaskGroup | None = None  # of the pool, while it runs
+
+    async def begin(self, host: ModelHost, settings: Settings) -> Settings:
+        """Waits until an engine may start. Returns its settings, with the store's path and the limits of memory.
+
+        Raises CapacityError, StoreError, CheckpointError.
+        """
+        host.began_s = self._now()
+        model = await self._store(host, settings.model)
+        settings, host.path = replace_settings(settings, model=model), model.path
+        if not self.has_several:
+            return settings
+        await self._claim(host, settings)
+        assert host.memory is not None
+        await self._start_lock.acquire()
+        self._starting = host
+        return limited(settings, host.memory)
+
+    async def _store(self, host: ModelHost, model: ModelSettings) -> ModelSettings:
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            host.packed = (done_bytes / max(1, total_bytes), self._now())
+
+        try:
+            return await asyncio.to_thread(self._doors.store, model, progress)
+        finally:
+            host.packed = None
+
+    async def _claim(self, host: ModelHost, settings: Settings) -> None:
+        """Waits until the model's memory is free, and holds it. Raises CapacityError where it never will be."""
+        facts = await asyncio.to_thread(self._doors.facts, settings)
+        host.memory = self._memory_of(host, settings, facts.store.disk_bytes)
+        self._waiting.append(host)
+        try:
+            while not self._takes(host, host.memory):
+                self._make_room(host, host.memory)
+                await self.wait(LOOK_S)
+                if not (host.uses or host.served.is_pinned or len(host.supervisor.requests)):
+                    raise StartForgone(f"nobody waits for {host.name!r} any more")
+        finally:
+            self._waiting.remove(host)
+            if not self._waiting:
+                for other in self._hosts.values():
+                    other.yields = False
+            self.pulse()
+        host.is_held = True
+
+    def _takes(self, host: ModelHost, memory: ModelMemory) -> bool:
+        is_next = self._waiting[0] is host or host.served.is_pinned
+        return is_next and self._of_all().holds(total_of(self._holders(host)).plus(memory))
+
+    def _make_room(self, host: ModelHost, memory: ModelMemory) -> None:
+        """Unloads idle models for one that waits, and has busy ones take no further requests after a while."""
+        if self._waiting[0] is not host and not host.served.is_pinned:
+            return
+        holders = self._holders(host)
+        gone = models_to_unload(memory, self._of_all(), holders)
+        for name in gone or ():
+            if name in self._hosts:  # else it is being ended
+                self.spawn(self._hosts[name].supervisor.unload())
+        if gone is None and self._now() - host.began_s > PATIENCE_S:
+            unpinned = [replace(one, can_go=not one.is_pinned and one.name in self._hosts) for one in holders]
+            for name in models_to_unload(memory, self._of_all(), unpinned) or ():
+                self._hosts[name].yields = True
+
+    def _holders(self, wanting: ModelHost) -> list[MemoryHolder]:
+        """Returns the other models that hold memory; the pinned ones hold theirs also between two engines."""
+        return [
+            MemoryHolder(
+                host.name,
+                host.memory,
+                -math.inf if host.supervisor.is_unloading else host.used_s,
+                can_go=host.can_go or host.supervisor.is_unloading,
+                is_pinned=host.served.is_pinned and host not in self._leaving,
+            )
+            for host in (*self._hosts.values(), *self._leaving)
+            if host is not wanting and host.memory is not None and self._keeps_memory(host)
+        ]
+
+    def _keeps_memory(self, host: ModelHost) -> bool:
+        return host.is_held or (host.served.is_pinned and host not in self._leaving)
+
+    def _memory_of(self, host: ModelHost, settings: Settings, disk_bytes: int) -> ModelMemory:
+        """Returns the memory for a model: as stated, else as it needs, at most the pinned models' rest.
+
+        Raises CapacityError.
+        """
+        pinned = [holder for holder in self._holders(host) if holder.is_pinned]
+        room, taken = self._of_all(), total_of(pinned)
+        left = ModelMemory(room.ram_bytes - taken.ram_bytes, room.vram_bytes - taken.vram_bytes)
+        stated, needed = stated_memory(settings), needed_memory(settings, disk_bytes)
+        memory = ModelMemory(
+            stated.ram_bytes or min(needed.ram_bytes, left.ram_bytes),
+            (stated.vram_bytes or min(needed.vram_bytes, left.vram_bytes)) if room.vram_bytes else 0,
+        )
+        if not left.holds(memory) or (disk_bytes and memory.ram_bytes <= 0):
+            raise CapacityError(
+                f"the model {host.name!r} needs {format_size(max(0, memory.ram_bytes))} of RAM; pinned models "
+                f"leave {format_size(max(0, left.ram_bytes))} of {format_size(room.ram_bytes)}: set lower "
+                "memory_bytes or memory.limit_bytes, or unpin one"
+            )
+        return memory
+
+    def _of_all(self) -> ModelMemory:
+        """Returns the memory of all models: the free memory when it is first needed, and the memory held then."""
+        if self._room is None:
+            self._room = self._doors.room(self._settings, self._held())
+        return self._room
+
+    def _held(self) -> ModelMemory:
+        held = ModelMemory(0)
+        for host in (*self._hosts.values(), *self._leaving):
+            if host.is_held and host.memory is not None:
+                held = held.plus(host.memory)
+        return held
+
+    def on_started(self, host: ModelHost) -> None:
+        """Lets the next engine start: this one is ready, or has ended."""
+        if self._starting is host:
+            self._starting = None
+            self._start_lock.release()
+        host.used_s = self._now()
+        self.pulse()
+
+    def on_ended(self, host: ModelHost) -> None:
+        """Frees the memory of an engine that has ended."""
+        self.on_started(host)
+        host.is_held = False
+        self.pulse()
+
+    def progress(self, host: ModelHost) -> StartProgress | None:
+        """Returns the reason why a model's start waits; None while it does not wait."""
+        now = self._now()
+        if host.packed is not None:
+            share, moved_s = host.packed
+            return StartProgress(f"packing its checkpoint, {share:.0%}", now - moved_s, now - host.began_s)
+        if host in self._waiting:
+            users = ", ".join(repr(holder.name) for holder in self._holders(host)) or "other programs"
+            return StartProgress(f"for memory that {users} use", now - self.moved_s, now - host.began_s)
+        if host.is_held and self._starting not in (None, host):
+            assert self._starting is not None
+            detail, still_s = f"for {self._starting.name!r} to load", self._starting.supervisor.still_s
+            return StartProgress(detail, still_s, now - host.began_s)
+        return None
+
+    async def hold_running(self, host: ModelHost) -> None:
+        """Counts the memory of an engine that started while its model was the only one."""
+        if host.is_held or host.supervisor.state != "ready":
+            return
+        settings = host.served.engine
+        facts = await asyncio.to_thread(self._doors.facts, settings)
+        stated, needed = stated_memory(settings), needed_memory(settings, facts.store.disk_bytes)
+        host.memory = ModelMemory(stated.ram_bytes or needed.ram_bytes, stated.vram_bytes or needed.vram_bytes)
+        host.is_held = True
+
+    @property
+    def has_several(self) -> bool:
+        """Returns whether several models share the memory."""
+        return len(self._hosts) > 1 or bool(self._settings.models)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work beside the pool's; drops it where the pool does not run."""
+        if self.tasks is not None:
+            self.tasks.create_task(work)
+        else:
+            work.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if models hold more memory than there is."""
+        assert self._room is None or self._room.holds(self._held()), "models hold more memory than there is for them"
+
+    def pulse(self) -> None:
+        """Tells waiting models that memory or uses have changed."""
+        self.moved_s = self._now()
+        self._changed.set()
+        self._changed.clear()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Waits for a change of memory or uses, for `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+
+class ModelTurn:
+    """The turn of one model's engine to start."""
+
+    def __init__(self, turns: EngineTurns) -> None:
+        self._turns = turns
+        self.host: ModelHost | None = None  # set once it is made
+
+    async def begin(self, settings: Settings) -> Settings:
+        """Waits for memory, and until no other engine starts. Raises CapacityError, StoreError, StartForgone."""
+        assert self.host is not None
+        return await self._turns.begin(self.host, settings)
+
+    def on_started(self) -> None:
+        """Lets the next engine start."""
+        assert self.host is not None
+        self._turns.on_started(self.host)
+
+    def on_ended(self) -> None:
+        """Gives the memory back."""
+        assert self.host is not None
+        self._turns.on_ended(self.host)
+
+    def progress(self) -> StartProgress | None:
+        """Returns the reason why the start waits."""
+        return self._turns.progress(self.host) if self.host is not None else None
+
+
+def limited(settings: Settings, memory: ModelMemory) -> Settings:
+    """Returns the settings of an engine that may take this memory."""
+    return replace_settings(
+        settings,
+        memory=replace_settings(settings.memory, limit_bytes=memory.ram_bytes),
+        device=tuple(
+            device if device.kind in IN_RAM else replace_settings(device, limit_bytes=memory.vram_bytes)
+            for device in settings.device
+        ),
+    )
+
+
+def stated_memory(settings: Settings) -> ModelMemory:
+    """Returns the memory that the settings state for a model; 0 is not stated."""
+    return ModelMemory(settings.memory.limit_bytes, max(device.limit_bytes for device in settings.device))
+
+
+def needed_memory(settings: Settings, disk_bytes: int) -> ModelMemory:
+    """Returns the memory for all of a model whose store has `disk_bytes`, its KV, and emulated devices."""
+    emulated_bytes = sum(device.expert_bytes for device in settings.device if device.kind == "emulated")
+    whole_bytes = int(disk_bytes * SPARE)
+    return ModelMemory(whole_bytes + emulated_bytes, whole_bytes)
