@@ -204,4 +204,4 @@ def _show(pieces: Iterator[str]) -> str:
 
 
 def _sampling(args: argparse.Namespace) -> Json:
-    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    return {name: value for name in ("model", *_SAMPLING) if (value := getattr(args, name)) is not None}

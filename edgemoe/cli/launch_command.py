@@ -163,11 +163,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(models: Sequence[Mapping[str, object]], name: str | None) -> tuple[str, int]:
-    """Returns the id and context length of the served model, or of the alias that is asked for."""
-    names = [str(model["id"]) for model in models]
-    if name is not None and name not in names:
-        raise ServiceError(f"the model {name!r} is not served here; {', '.join(names)} is")
-    return name or names[0], int(str(models[0]["max_model_len"]))
+    """Returns the id and context length of the first model, or of the model or alias that is asked for."""
+    lengths = {str(model["id"]): int(str(model["max_model_len"])) for model in models}
+    if name is not None and name not in lengths:
+        raise ServiceError(f"the model {name!r} is not served here; {', '.join(lengths)} is")
+    chosen = name or next(iter(lengths))
+    return chosen, lengths[chosen]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -10,9 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
+from edgemoe.cli.served_models_table import served_table
 from edgemoe.config.loading import load
-from edgemoe.errors import ConfigError
+from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.rights import become_owner
 from edgemoe.store import catalog as models
 
@@ -24,12 +27,15 @@ def run(args: argparse.Namespace) -> int:
     store_dir = Path(load(Path(args.config) if args.config else None, args.set).settings.model.store_dir)
     become_owner(store_dir)
     if args.action == "list":
-        return _list(store_dir, as_json=args.json)
+        _list(store_dir, as_json=args.json)
+        if not args.json:
+            _show_served(args)
+        return 0
     store = models.resolve(args.model, store_dir)
     return _verify(store) if args.action == "verify" else _remove(store, sure=args.yes)
 
 
-def _list(store_dir: Path, *, as_json: bool) -> int:
+def _list(store_dir: Path, *, as_json: bool) -> None:
     if as_json:
         cards = map(models.describe, models.find_stores(store_dir))
         print(json.dumps([asdict(card) for card in cards], indent=2))
@@ -37,7 +43,15 @@ def _list(store_dir: Path, *, as_json: bool) -> int:
         screen = console()
         listed = models.listing(store_dir, screen.width)
         print(listed) if isinstance(listed, str) else screen.print(listed)
-    return 0
+
+
+def _show_served(args: argparse.Namespace) -> None:
+    """Shows the models of a running daemon that serves several."""
+    path = socket_of(argparse.Namespace(socket=None, config=args.config, set=args.set))
+    with Client(path) as client, contextlib.suppress(EdgemoeError, ValueError):
+        health = json.loads(client.text("/health", accept_unavailable=True)) if client.is_listening() else {}
+        if health.get("models"):
+            console().print(f"\nServed at {path}", served_table(health["models"]))
 
 
 def _verify(store: Path) -> int:

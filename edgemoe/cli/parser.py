@@ -152,6 +152,7 @@ def generate(subparsers: Any) -> None:
     parser = command(subparsers, "generate", "edgemoe.cli.conversation:generate", "continue a prompt", texts.GENERATE)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from standard input if not given")
     sampling_options(parser, max_tokens=128)
+    _model_option(parser)
 
 
 def run(subparsers: Any) -> None:
@@ -168,6 +169,11 @@ def chat(subparsers: Any) -> None:
     """Adds the command `edgemoe chat`."""
     parser = command(subparsers, "chat", "edgemoe.cli.conversation:chat", "hold a conversation", texts.CHAT)
     _chat_options(parser)
+    _model_option(parser)
+
+
+def _model_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="one of the daemon's models (default: the first)")
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +192,7 @@ def launch(subparsers: Any) -> None:
     summary = "start a coding agent that uses the running daemon"
     parser = command(subparsers, "launch", "edgemoe.cli.launch_command:run", summary, texts.LAUNCH)
     parser.add_argument("agent", choices=AGENTS, metavar="AGENT", help=f"one of {', '.join(AGENTS)}")
-    parser.add_argument("--model", metavar="NAME", help="an alias of the served model (default: its own name)")
+    parser.add_argument("--model", metavar="NAME", help="a served model or an alias (default: the first model)")
     client_options(parser)
 
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with Client(path) as client:
         if client.is_listening():
             wait_for_engine(client)
-            _check_model(client, path, args.model)
+            args.model = _served_name(client, path, args.model)
             return conversation.chat(args)
     configure(settings.log)
     become_owner(*written_paths(settings), env=os.environ)
@@ -60,18 +60,20 @@ def run(args: argparse.Namespace) -> int:
             client.wait_while_loading(line.show, lambda: process.poll() is None)
         finally:
             line.clear()
+        args.model = None  # the only one
         return conversation.chat(args)
 
 
-def _check_model(client: Client, path: Path, name: str) -> None:
-    """Raises ServiceError where the running daemon serves another model."""
+def _served_name(client: Client, path: Path, name: str) -> str:
+    """Returns the name under which the running daemon serves a model. Raises ServiceError where it serves others."""
     served = [str(model["id"]) for model in json.loads(client.text("/v1/models"))["data"]]
     asked = {name, Path(hub_name(name)).name, model_of(Path(name).name), demo.NAME if name == DEMO else name}
-    if not {each.lower() for each in asked} & {each.lower() for each in served}:
+    if (found := next((each for each in served if each.lower() in {one.lower() for one in asked}), None)) is None:
         raise ServiceError(
-            f"the daemon at {path} serves {served[0]}; `edgemoe chat` talks to it, --socket names another place for "
-            f"a daemon with {name}"
+            f"the daemon at {path} serves {', '.join(served)}; `edgemoe chat` talks to it, --socket names another "
+            f"place for a daemon with {name}"
         )
+    return found
 
 
 def _find(args: argparse.Namespace, model: ModelSettings) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
+from edgemoe.cli.served_models_table import served_table
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import ServiceError
 from edgemoe.telemetry import metrics as names
@@ -221,7 +222,9 @@ def take_snapshot(client: Client, socket: Path) -> StatusSnapshot:
 
 def render(snapshot: StatusSnapshot) -> RenderableType:
     """Returns the tables that show a snapshot."""
-    return Group(_heading(snapshot), tier_table(snapshot.metrics), _request_table(snapshot.metrics))
+    models = snapshot.health.get("models") or []
+    several: list[RenderableType] = [served_table(models), ""] if models else []
+    return Group(_heading(snapshot), *several, tier_table(snapshot.metrics), _request_table(snapshot.metrics))
 
 
 def _daemon(client: Client, socket: Path) -> RenderableType:
@@ -255,7 +258,8 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     colour = {"ready": "green", "failed": "red"}.get(state, "yellow")
     if loading := health.get("loading"):
         state += f" ({loading_text(loading)})"
-    name = model.get("id", "edgemoe")
+    models = health.get("models") or []
+    name = ", ".join(each["name"] for each in models) or model.get("id", "edgemoe")
     heading = Text.assemble((name, "bold"), " is ", (state, colour), f" at {snapshot.socket}\n")
     if model:
         heading.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,9 +14,14 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from rich.console import Console
 from support.front_kit import SCRIPTED, http_client, settings_for
 from support.waiting import until
 
+from edgemoe.cli import main
+from edgemoe.cli.client import Client
+from edgemoe.cli.doctor.checks import CheckResult, daemon
+from edgemoe.cli.status_command import render, take_snapshot
 from edgemoe.config.settings import MemorySettings, ModelSettings, NamedModelSettings, Settings
 from edgemoe.front import engine_starts, engine_turns, model_pool, supervisor
 from edgemoe.front.main import Front
@@ -330,6 +336,34 @@ async def test_lists_show_every_model_and_its_state(tmp_path: Path, model_dir: P
         page = (await client.get("/metrics")).text
         assert 'edgemoe_live_requests{model_name="b"} 0.0' in page
         assert page.count("# TYPE edgemoe_num_requests_running ") == 1
+
+
+async def test_status_doctor_and_the_list_of_models_show_them(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"a": {}, "bad": {"path": str(tmp_path / "missing")}}
+    settings = several(tmp_path, model_dir, models, has_main=True)
+    async with serving(settings) as (front, client):
+        await ask(client, "bad")
+        await until(lambda: states(front)["tiny"] == "ready")
+
+        def look() -> tuple[str, list[CheckResult]]:
+            with Client(Path(settings.api.socket)) as own:
+                screen = Console(file=io.StringIO(), width=200)
+                screen.print(render(take_snapshot(own, Path(settings.api.socket))))
+                assert isinstance(screen.file, io.StringIO)
+                return screen.file.getvalue(), daemon(Path(settings.api.socket))[0]
+
+        shown, checked = await asyncio.to_thread(look)
+        sets = [f"api.socket={settings.api.socket}", f"model.store_dir={tmp_path / 'stores'}"]
+        await asyncio.to_thread(main, ["models", "list", *(word for each in sets for word in ("--set", each))])
+        for text in (shown, capsys.readouterr().out):
+            assert "tiny   ready, pinned" in text
+            assert "a      unloaded" in text
+            assert "bad    failed" in text
+        assert ("a: unloaded", "pass") in [(each.said, each.state) for each in checked]
+        (failed,) = (each for each in checked if each.said.startswith("bad: "))
+        assert failed.state == "failure"
 
 
 async def test_a_reload_adds_changes_and_removes_models_and_touches_no_other(tmp_path: Path, model_dir: Path) -> None:

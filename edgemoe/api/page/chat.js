@@ -169,14 +169,19 @@ async function showSettings() {
   const chosen = settings();
   for (const name of ["system", ...NUMBERS]) $(name).value = chosen[name] ?? "";
   $("settings").showModal();
-  const names = await modelNames();
-  $("model-choice").hidden = names.length < 2;
-  $("which").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen.model)));
+  const models = await servedModels();
+  $("model-choice").hidden = models.length < 2;
+  $("which").replaceChildren(
+    ...models.map(({ id, state }) => {
+      const label = state === "loaded" ? id : `${id} (${state.replace("-", " ")})`;
+      return new Option(label, id, false, id === chosen.model);
+    }),
+  );
 }
 
-async function modelNames() {
+async function servedModels() {
   try {
-    return (await (await ask("/v1/models")).json()).data.map((one) => one.id);
+    return (await (await ask("/v1/models")).json()).data;
   } catch {
     return [];
   }

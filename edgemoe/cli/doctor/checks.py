@@ -404,6 +404,10 @@ def _described(health: Json, release: str, path: Path) -> Iterator[CheckResult]:
     loading = health.get("loading")
     so_far = f" ({loading_text(loading)})" if loading else ""
     yield CheckResult("daemon", state, f"{model} is {status}{so_far} at {path}")
+    for each in health.get("models") or []:
+        failed = each["state"] == "failed"
+        said = each["reason"] or ("loaded" if each["state"] == "ready" else each["state"])
+        yield CheckResult("model", "failure" if failed else "pass", f"{each['name']}: {said}")
     if failure := health.get("cannot_start"):
         yield CheckResult("engine", "failure", failure["reason"])
     elif engine.get("starts", 1) > 1:
