@@ -84,7 +84,8 @@ def planned_files(options: InstallOptions) -> list[InstalledFile]:
         InstalledFile(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
     stated = _stated(options)
-    lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, model or _model_of(stated), stated)]
+    models = [*([model] if model else _models_of(stated, "model.")), *_models_of(stated, "models.")]
+    lines = [f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in _binds(options, models, stated)]
     lines += [f"{_way(place)}={_escaped(f'-{place}')}\n" for place in _written(stated)]
     if lines:
         text = "# What the service reads under /home or /root, and writes outside of /var/lib/edgemoe.\n[Service]\n"
@@ -228,13 +229,13 @@ def _stated(options: InstallOptions) -> Mapping[str, Any]:
     return {key: value for key, value in flatten(loaded.settings).items() if loaded.origins[key] != "default" and value}
 
 
-def _model_of(stated: Mapping[str, Any]) -> Path | None:
-    """Returns the directory of the model in the settings; None where they have none, or name a store in store_dir."""
-    model = _STATE / stated.get("model.path", "/nowhere")
-    return model if os.path.isdir(model) else None
+def _models_of(stated: Mapping[str, Any], section: str) -> list[Path]:
+    """Returns the directories of the models in the settings, without names of stores in store_dir."""
+    keys = (key for key in stated if key.startswith(section) and key.endswith(".path"))
+    return [path for key in keys if os.path.isdir(path := _STATE / stated[key])]
 
 
-def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any]) -> list[str]:
+def _binds(options: InstallOptions, models: Sequence[Path], stated: Mapping[str, Any]) -> list[str]:
     """Returns the paths that the service reads and ProtectHome hides: Python, the package, settings, files, model.
 
     A model in Hugging Face's cache consists of links into a directory of blobs, which is included. A file that the
@@ -242,7 +243,7 @@ def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any
     directories.
     """
     own = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
-    parts = [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})] if model else []
+    parts = [part for model in models for part in (model, *_linked_folders(model))]
     files = {_STATE / stated[key]: key for key in _READ if key in stated}
     for path, what in (own | dict.fromkeys(parts, "the model") | files).items():
         if any(path.resolve().is_relative_to(place) for place in _PRIVATE_TO_UNIT):
@@ -254,6 +255,10 @@ def _binds(options: InstallOptions, model: Path | None, stated: Mapping[str, Any
     needed = [*own, *(path for path in (*parts, *files) if not any(map(path.is_relative_to, written)))]
     hidden = [path for path in dict.fromkeys(needed) if any(map(path.is_relative_to, _HIDDEN_BY_UNIT))]
     return [f"-{path}" if path in files else str(path) for path in hidden]
+
+
+def _linked_folders(model: Path) -> list[Path]:
+    return sorted({file.resolve().parent for file in model.iterdir()} - {model})
 
 
 def _written(stated: Mapping[str, Any]) -> list[Path]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,21 @@ class ClusterFront:
     def _announce(self) -> None:
         engine = self._engine.description(self.settings.share_experts)
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
+
+    def announce_models(self, names: Sequence[str]) -> None:
+        """Announces the models that this box serves beside the cluster's."""
+        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, models=tuple(names)))
+
+    def boxes_with(self, model: str) -> list[str]:
+        """Returns the other boxes that serve a model of that name beside the cluster's."""
+        members = self.plane.state.members
+        return [
+            member.peer.node
+            for member in members
+            if member.announcement is not None
+            and members.is_alive(member.peer.node)
+            and model.lower() in map(str.lower, member.announcement.models)
+        ]
 
     def _tell_peers(self) -> None:
         if self._engine.listening is None or not self.settings.share_experts:

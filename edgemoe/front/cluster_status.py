@@ -176,6 +176,7 @@ def _box(node: str, state: State, card: Announce | None, plans: PlanStore) -> di
         "node": node,
         "state": state,
         "role": card.role if card is not None else "",
+        "models": list(card.models) if card is not None else [],
         "serves": card.serves if card is not None else "both",
         "release": card.release if card is not None else "",
         "address": card.address if card is not None else "",

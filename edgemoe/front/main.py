@@ -183,12 +183,14 @@ class Front:
 
     def _doors(self, runtime: Path, keys: KeyRing | None) -> PoolDoors:
         return PoolDoors(
-            partial(self._host, runtime),
-            partial(self._open_api, keys),
-            self._find_store,
-            facts_of,
-            room_of,
-            self._reread,
+            host=partial(self._host, runtime),
+            api=partial(self._open_api, keys),
+            store=self._find_store,
+            facts=facts_of,
+            room=room_of,
+            reread=self._reread,
+            announce=lambda names: self.cluster.announce_models(names) if self.cluster is not None else None,
+            elsewhere=lambda name: self.cluster.boxes_with(name) if self.cluster is not None else [],
         )
 
     def _host(self, runtime: Path, name: str, served: ServedModelSettings, turn: StartTurn) -> ModelHost:

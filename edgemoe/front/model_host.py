@@ -65,3 +65,5 @@ class PoolDoors:
     facts: Callable[[Settings], ModelFacts]
     room: Callable[[Settings, ModelMemory], ModelMemory]  # of all models; takes the memory that they hold now
     reread: Callable[[], Settings]  # the settings as they are now
+    announce: Callable[[list[str]], None]  # tells the cluster the models beside the first
+    elsewhere: Callable[[str], list[str]]  # other boxes that serve a model beside the cluster's

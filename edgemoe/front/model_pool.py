@@ -62,6 +62,7 @@ class ModelPool:
         self._turns = EngineTurns(settings, doors, self.hosts, self._leaving, now)
         for name, served in models.items():
             self._add(name, served)
+        self._announce()
 
     @property
     def first(self) -> ModelHost:
@@ -70,14 +71,17 @@ class ModelPool:
 
     @property
     def has_several(self) -> bool:
-        """Returns whether requests may choose among models."""
-        return self._turns.has_several
+        """Returns whether requests may choose among models of this box, or of others in its cluster."""
+        return self._turns.has_several or bool(self._settings.cluster.node)
 
     def _add(self, name: str, served: ServedModelSettings) -> None:
         turn = ModelTurn(self._turns)
         turn.host = self.hosts[name] = self._doors.host(name, served, turn)
         if self._turns.tasks is not None:
             self._run_host(self._turns.tasks, turn.host)
+
+    def _announce(self) -> None:
+        self._doors.announce([name for name in self.hosts if name != self.first.name])
 
     async def open_first(self) -> Api:
         """Opens the first model's resources, loaded or not. Raises CheckpointError, StoreError."""
@@ -95,7 +99,7 @@ class ModelPool:
 
     def summary(self) -> str:
         """Returns the state in one line, for the service manager."""
-        if not self.has_several:
+        if len(self.hosts) == 1:
             return self.first.supervisor.summary()
         return "; ".join(f"{host.name} {host.supervisor.summary()}" for host in self.hosts.values())[:SUMMARY_CHARS]
 
@@ -115,8 +119,10 @@ class ModelPool:
                 return host
         if ANY_MODEL in aliases or plain in map(_plain, aliases):
             return self.first
-        there = ", ".join(map(repr, self.hosts))
-        raise ModelNotFound(f"the model {name!r} is not served here; these are: {there}", param="model")
+        said = f"the model {name!r} is not served here; these are: {', '.join(map(repr, self.hosts))}"
+        if boxes := self._doors.elsewhere(plain):
+            said += f"; {', '.join(boxes)} of the cluster {'serve' if len(boxes) > 1 else 'serves'} it: ask there"
+        raise ModelNotFound(said, param="model")
 
     @contextlib.asynccontextmanager
     async def using(self, wish: ModelWish) -> AsyncIterator[Api]:
@@ -176,15 +182,15 @@ class ModelPool:
         return await self._open(self.find(name))
 
     async def _listed(self, host: ModelHost) -> ListedModel:
-        facts = await self._facts(host)
+        facts, served = await self._facts(host), host.supervisor.served
         if host.capabilities is None and facts.info is not None:
             with contextlib.suppress(EngineUnavailable):
                 await self._open(host)
         return ListedModel(
             name=host.name,
             state=host.supervisor.state,
-            info=facts.info,
-            context_tokens=facts.context_tokens,
+            info=served[0] if served is not None else facts.info,
+            context_tokens=served[1].context_tokens if served is not None else facts.context_tokens,
             capabilities=host.capabilities or (),
             store=facts.store,
             **self._use(host),
@@ -302,6 +308,7 @@ class ModelPool:
         for name, served in models.items():
             if name not in self.hosts:
                 self._add(name, served)
+        self._announce()
         return changes
 
     def _remove(self, name: str, served: ServedModelSettings | None) -> None:

@@ -136,6 +136,11 @@ class Supervisor:
                 self._change("loading")
 
     @property
+    def served(self) -> tuple[ModelInfo, RequestLimits] | None:
+        """Returns the model and the limits of a request; None before the first engine is ready."""
+        return self._served
+
+    @property
     def is_idle(self) -> bool:
         """Returns whether the model is loaded, and no request is alive."""
         return self._state == "ready" and not len(self.requests)

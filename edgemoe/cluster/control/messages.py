@@ -149,6 +149,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     etcd: EtcdCard | None = None  # of a voter
     roster: Roster | None = None  # that it follows
     doubles: Annotated[tuple[DoubleBox, ...], Meta(max_length=MAX_NODES)] = ()  # that it sees
+    models: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)] = ()  # further ones, beside the cluster's
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
