@@ -54,6 +54,7 @@ def _cluster_heading(cluster: Json) -> Text:
     for why in [cluster.get("double"), *(member.get("why") for member in cluster["members"])]:
         if why:
             heading.append(f"{why}\n", "red")
+    for member in cluster["members"]:
         if models := member.get("models"):
             heading.append(f"{member['node']} also serves {', '.join(models)}\n")
     return heading
