@@ -188,12 +188,19 @@ class ClusterFront:
         """Returns the load that this box's heartbeats carry."""
         self._router.handle(EnginesChanged())  # routes requests again that all engines rejected
         self.requests.reporter.on_beat()
+        step_s = self.requests.look_at_pace()
         load = self._router.machine.own_load()
         secret = self.requests.keys.secret if self.plane.leading else b""
         if load is None or self.requests.is_going:
             return Heartbeat(secret=secret)
         return Heartbeat(
-            engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret
+            engine=load.place,
+            requests=load.requests,
+            slots=load.slots,
+            capacity=load.capacity,
+            secret=secret,
+            still=self._connection.stands_still,
+            step_s=step_s,
         )
 
     def _pass_on(self, message: RequestNews) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.messages import (
@@ -22,6 +23,7 @@ from edgemoe.config.settings import Route
 from edgemoe.errors import EdgemoeError, PeerError
 from edgemoe.front import request_events as events
 from edgemoe.front.engine_meter import LoadReporter, LocalCapacity, LocalLoad
+from edgemoe.front.engine_pace import EnginePace
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.prompt_hints import PrefixKeys, PromptSignatures, better_signature
 from edgemoe.front.request_router import RequestRouter
@@ -71,6 +73,7 @@ class ClusterRequests:
         self._late: dict[str, asyncio.TimerHandle] = {}  # requests that this box's engine is asked about
         self.meter = LocalLoad(keys, self._facts, self._held)
         self.reporter = LoadReporter(plane, self.meter)
+        self.pace = EnginePace()
         router.join(self)
 
     async def run(self) -> None:
@@ -100,6 +103,10 @@ class ClusterRequests:
     def own_place(self) -> str:
         return self._router.connection.place
 
+    def stands_still(self) -> Collection[str]:
+        own = [self.own_place()] if self._router.connection.stands_still else []
+        return [*own, *self._plane.state.members.standing_still()]
+
     def hosted_count(self) -> int:
         return len(self._hosted_requests)
 
@@ -108,14 +115,14 @@ class ClusterRequests:
 
     def reported(self, place: str, node: str) -> TargetLoad:
         beat = self._plane.state.members[node].beat
-        return TargetLoad(place, False, beat.requests, beat.slots, beat.capacity)
+        return TargetLoad(place, False, beat.requests, beat.slots, beat.capacity, beat.step_s)
 
     def role(self, node: str) -> Phases:
         card = self._plane.state.members[node].announcement if node else self._plane.announcement
         return card.serves if card is not None else "both"
 
     def starts_at_once(self, request: Request) -> bool:
-        return self.meter.starts_at_once(request)
+        return self.pace.is_usual(time.monotonic()) and self.meter.starts_at_once(request)
 
     def knows_prompt(self, request: Request) -> bool:
         return self.meter.knows(self.keys.cached(request))
@@ -125,6 +132,13 @@ class ClusterRequests:
 
     def has_signature(self, request: Request) -> bool:
         return self._signatures.of(request) is not None
+
+    def look_at_pace(self) -> float:
+        """Measures this box's engine. Returns the time that its decode steps take; 0 while that is not known."""
+        engine, now_s = self._router.connection.engine, time.monotonic()
+        self.pace.read_counters(engine.stats.values if engine is not None else {}, now_s)
+        self._machine.step_s = self.pace.step_s(now_s)
+        return self._machine.step_s
 
     # --- news -------------------------------------------------------------------------------------------------
 
@@ -297,7 +311,7 @@ class ClusterRequests:
 
     def _facts(self) -> LocalCapacity | None:
         engine, machine = self._router.connection.engine, self._machine
-        if engine is None or engine.ready is None or not engine.serving or self.is_going:
+        if engine is None or engine.ready is None or not engine.serving or engine.stands_still or self.is_going:
             return None
         kv_tokens, stats = engine.ready.limits.kv_tokens, engine.stats.values
         return LocalCapacity(engine.boot_id, machine.slots, machine.capacity, kv_tokens, stats, machine.expected_tokens)

@@ -111,6 +111,7 @@ def metrics(
         names.CLUSTER_STALE: state.leader_tracker.stale,
         names.FORWARDED: sum(count for (to, _), count in requests.routed.items() if to == "elsewhere"),
         names.FORGOTTEN: requests.forgotten,
+        **{names.named(names.EVADED, why=why): requests.evaded[why] for why in ("still", "slow")},
         names.HANDED_OVER: requests.moved,
         names.HOSTED_REQUESTS: len(hosted_requests),
         names.HOSTED_REQUESTS_TOTAL: hosted_requests.served,

@@ -40,6 +40,7 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 log = logging.getLogger(__name__)
 LOOK_S = 0.25  # between two checks of an engine
 STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
+STILL_S = 2.2  # likewise; its requests go on elsewhere, if there is another box
 SILENCE_S = 20.0  # without a message from an engine that is ready
 LOADING_SILENCE_S = 300.0  # without a message from an engine that is loading
 LOADING_STILL_S = 900.0  # without progress of loading
@@ -196,6 +197,15 @@ class EngineProcess:
         """Returns whether the engine is silent for longer than usual, though not long enough to count as hanging."""
         return self._clock() - self.heard > STALLED_S
 
+    @property
+    def stands_still(self) -> bool:
+        """Returns whether a ready engine has said nothing for so long that its requests should go on elsewhere.
+
+        Nothing is known after this process itself has not run for a while.
+        """
+        now = self._clock()
+        return self.serving and now - self._looked < 2 * LOOK_S and now - self.heard > STILL_S
+
     def hang_reason(self) -> str:
         """Returns the reason to take the engine for hanging; "" while there is none. Called every LOOK_S.
 
@@ -319,6 +329,11 @@ class LocalConnection:
     def place(self) -> str:
         """Returns the engine's boot id; "" while it takes no requests."""
         return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
+
+    @property
+    def stands_still(self) -> bool:
+        """Returns whether the engine has said nothing for a while."""
+        return self.engine is not None and self.engine.stands_still
 
     def send(self, message: ToEngine) -> bool:
         """Sends a message to an engine that takes requests; False if there is none."""

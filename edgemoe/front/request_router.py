@@ -88,6 +88,9 @@ class OneBox:
     def own_place(self) -> str:
         return self._connection.place
 
+    def stands_still(self) -> Collection[str]:
+        return ()
+
     def hosted_count(self) -> int:
         return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, RequestError
 from edgemoe.front import request_events as events
 from edgemoe.front.request_table import (
+    EVADED_S,
     IN_OFFER,
     OpenOffer,
     PrefillMove,
@@ -22,7 +23,6 @@ from edgemoe.front.request_table import (
 )
 from edgemoe.ipc.messages import Cancel
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of, route
-from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class RequestStateMachine(RequestTable):
         self.blamed = 0  # requests that were given up because engines died of them
         self.forgotten = 0  # requests that another box no longer had
         self.offered = self.granted = self.moved = 0  # moved: from an engine that prefilled to one that decodes
+        self.evaded = Counter[str]()  # attempts that were left, by why: still | slow
         self.routed = Counter[tuple[str, str]]()  # submissions, by where to (here | elsewhere) and why
         self.expected_tokens = FIRST_GUESS_TOKENS  # of an answer
         self._numbers = numbers or itertools.count(secrets.randbits(48) + 1)
@@ -112,6 +113,7 @@ class RequestStateMachine(RequestTable):
 
     def _on_time(self) -> None:
         now_s, others, own = self._now(), self.surroundings.others(), self.surroundings.own_place()
+        still = self.surroundings.stands_still()
         for record in list(self._live.values()):
             move = record.move
             if record.state is not RequestState.DONE and record.deadline_s <= now_s:  # another's end may have ended it
@@ -119,6 +121,8 @@ class RequestStateMachine(RequestTable):
                 self._cancel(record, DeadlineExceeded(why))
             elif record.state in IN_OFFER:
                 self._check_offer(record)
+            elif why := self._reason_to_leave(record, still):
+                self._evade(record, why)
             elif move is not None and move.target and (now_s > move.until_s or move.target not in {own, *others}):
                 self._fail_target(record, "lost")
         self._try_next()
@@ -224,6 +228,7 @@ class RequestStateMachine(RequestTable):
         record.attempt += 1
         record.attempts.begin()
         record.note_progress(self._now())
+        record.pace.restart()
         if only_prefills:
             record.move = PrefillMove(record.request.prompt + tuple(record.emitted))
         self._go(record, RequestState.PREFILLING if only_prefills else RequestState.RUNNING, place)
@@ -273,10 +278,6 @@ class RequestStateMachine(RequestTable):
             self._go(record, RequestState.OFFERED)
             self._send_offer(record, record.offer)
         return None
-
-    def _send_offer(self, record: RequestRecord, offer: OpenOffer, signature: ExpertSignature | None = None) -> None:
-        told = events.SendOffer(offer.leadership[0], offer.number, record.request, record.waited_ms(self._now()))
-        self._todo.append(told._replace(starts_here=offer.starts_here, signature=signature))
 
     def _check_offer(self, record: RequestRecord) -> None:
         """Ends an offer that nobody decides on any more."""
@@ -412,10 +413,6 @@ class RequestStateMachine(RequestTable):
         else:
             self._stay(record)
 
-    def _stay(self, record: RequestRecord) -> None:
-        log.info("a request stays where it was prefilled", extra={"place": record.place})
-        self._go(record, RequestState.RUNNING)
-
     def _on_fetch_refused(self, event: events.FetchRefused) -> None:
         if node_of(event.place):
             self._avoid(event.place)
@@ -431,6 +428,15 @@ class RequestStateMachine(RequestTable):
         self._go(record, RequestState.QUEUED)
         self._route(record)
 
+    def _evade(self, record: RequestRecord, why: str) -> None:
+        """Ends an attempt at an engine that stands still or crawls, and routes the request elsewhere."""
+        log.warning("a request leaves an engine", extra={"place": record.place, "why": why})
+        record.pace.evasions += 1
+        self.evaded[why] += 1
+        self._avoid(record.place, EVADED_S)
+        self._send_cancel(record.place, record)
+        self._requeue(record)
+
     def _deliver(self, record: RequestRecord, emission: Emission) -> None:
         record.note_progress(self._now())
         if emission.token is None and not emission.finish:
@@ -439,6 +445,7 @@ class RequestStateMachine(RequestTable):
         if emission.token is not None:
             record.emitted.append(emission.token)
             record.attempts.add_token()
+            record.pace.add_token(self._now())
             if record.id == self._on_trial and not record.attempts.suspect:
                 self._try_next()
         if emission.finish:
@@ -469,14 +476,6 @@ class RequestStateMachine(RequestTable):
         self._forget(record)
 
     # --- suspects ---------------------------------------------------------------------------------------------
-
-    def _line_up_suspects(self, waiting: Sequence[RequestRecord]) -> None:
-        """Makes suspects of those requests that may be to blame, the likeliest first."""
-        suspects = [record for record in waiting if record.attempts.suspect]
-        for record in sorted(suspects, key=lambda record: record.attempts.allowed):
-            if record.state is RequestState.HELD:
-                self._go(record, RequestState.QUEUED)
-            self._go(record, RequestState.SUSPECT)
 
     def _try_next(self) -> None:
         """Routes the next suspect once it can be alone, or has waited long enough, and the requests held for it."""

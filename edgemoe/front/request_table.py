@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -16,7 +17,8 @@ import msgspec
 
 from edgemoe.config.settings import Route
 from edgemoe.errors import InvalidRequest, QueueFull
-from edgemoe.front.request_events import RequestInstruction, SendCancel, SendWithdrawal
+from edgemoe.front.request_events import RequestInstruction, SendCancel, SendOffer, SendWithdrawal
+from edgemoe.front.request_pace import MOST_EVASIONS, RequestPace
 from edgemoe.front.request_quarantine import RequestQuarantine
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
@@ -26,7 +28,9 @@ from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.principal import Identity
 from edgemoe.types.request import Emission, Phases, Request
 
+log = logging.getLogger(__name__)
 AVOID_S = 1.0  # that an engine is avoided after it turned a request away
+EVADED_S = 10.0  # that it is avoided after a request has left it
 BY_EXPERTS: frozenset[Route] = frozenset({"pull", "eldr"})  # routes that use which experts prompts chose
 
 
@@ -114,6 +118,7 @@ class RequestRecord:
     move: PrefillMove | None = None
     identity: Identity = field(init=False)
     deadline_s: float = field(init=False)  # of its next progress
+    pace: RequestPace = field(default_factory=RequestPace)
     private_salt: bytes = b""  # of KV blocks fetched for this request; b"" before a fetch
 
     def __post_init__(self) -> None:
@@ -189,6 +194,9 @@ class RoutingFacts(Protocol):
     def own_place(self) -> str:
         """Returns this box's engine; "" while it takes no requests."""
 
+    def stands_still(self) -> Collection[str]:
+        """Returns the places of engines that have said nothing for a while."""
+
     def hosted_count(self) -> int:
         """Counts other boxes' requests at this box's engine."""
 
@@ -240,6 +248,7 @@ class RequestTable:
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
         self._most = capacity  # requests alive at once, by the room there was at the last acceptance
+        self.step_s = 0.0  # that a decode step of this box's engine takes; 0 while it is not known
         self._avoided: dict[str, float] = {}  # places that turned requests away, until when
         self._ours: dict[str, int] = {}  # our requests at a node's engine as of its last beat
         self._todo: list[RequestInstruction] = []
@@ -276,7 +285,7 @@ class RequestTable:
         if not (place := self.surroundings.own_place()):
             return None
         requests = self._at[place] + self.surroundings.hosted_count()
-        return TargetLoad(place, True, requests, self.slots, self.capacity)
+        return TargetLoad(place, True, requests, self.slots, self.capacity, self.step_s)
 
     def count_at(self, place: str) -> int:
         """Counts the live requests that this engine has."""
@@ -448,8 +457,44 @@ class RequestTable:
         """Returns the engines that a request may go to, this box's first."""
         own, now_s = self.own_load(), self._now()
         self._avoided = {place: until for place, until in self._avoided.items() if until > now_s}
-        loads = [self._load(place, node) for place, node in others.items() if place not in self._avoided]
-        return loads if own is None else [own, *loads]
+        out = {*self._avoided, *self.surroundings.stands_still()} if others else set()
+        loads = [self._load(place, node) for place, node in others.items() if place not in out]
+        return loads if own is None or own.place in out else [own, *loads]
 
-    def _avoid(self, place: str) -> None:
-        self._avoided[place] = self._now() + AVOID_S
+    def _reason_to_leave(self, record: RequestRecord, still: Collection[str]) -> str:
+        """Returns why a request should go on at another engine, "" if it stays: "still" or "slow".
+
+        `still` are the places of engines that have said nothing for a while.
+        """
+        now_s, is_still = self._now(), record.place in still
+        if not record.place or not (is_still or record.pace.is_due(now_s)):
+            return ""
+        stays = record.request.sampling.prompt_logprobs is not None or record.id == self._on_trial
+        if stays or record.pace.evasions >= MOST_EVASIONS or not (others := self.surroundings.others()):
+            return ""
+        free = [load for load in self._loads(others) if load.place != record.place and load.requests < load.capacity]
+        if is_still:
+            return "still" if free else ""
+        left_tokens = record.request.sampling.max_tokens - len(record.emitted)
+        return "slow" if record.pace.is_slow(now_s, free, left_tokens) else ""
+
+    def _avoid(self, place: str, for_s: float = AVOID_S) -> None:
+        self._avoided[place] = self._now() + for_s
+
+    # --- parts of transitions -----------------------------------------------------------------------------------
+
+    def _send_offer(self, record: RequestRecord, offer: OpenOffer, signature: ExpertSignature | None = None) -> None:
+        told = SendOffer(offer.leadership[0], offer.number, record.request, record.waited_ms(self._now()))
+        self._todo.append(told._replace(starts_here=offer.starts_here, signature=signature))
+
+    def _line_up_suspects(self, waiting: Sequence[RequestRecord]) -> None:
+        """Makes suspects of those requests that may be to blame, the likeliest first."""
+        suspects = [record for record in waiting if record.attempts.suspect]
+        for record in sorted(suspects, key=lambda record: record.attempts.allowed):
+            if record.state is RequestState.HELD:
+                self._go(record, RequestState.QUEUED)
+            self._go(record, RequestState.SUSPECT)
+
+    def _stay(self, record: RequestRecord) -> None:
+        log.info("a request stays where it was prefilled", extra={"place": record.place})
+        self._go(record, RequestState.RUNNING)

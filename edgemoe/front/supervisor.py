@@ -367,9 +367,10 @@ class Supervisor:
         ended = asyncio.ensure_future(engine.ended())
         try:
             while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
+                why = engine.hang_reason()
                 self.requests.handle(TimePassed())
                 engine.log_loading()
-                if why := engine.hang_reason():
+                if why:
                     log.error("engine hangs", extra={"why": why})
                     return await engine.death_by_hanging(why)
             return ended.result()

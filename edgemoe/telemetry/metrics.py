@@ -97,6 +97,7 @@ ETCD_RESIDENT = "edgemoe_etcd_resident_bytes"  # its memory
 ETCD_FSYNCS = "edgemoe_etcd_fsyncs_total"  # of its log
 CLUSTER_STALE = "edgemoe_cluster_stale_leaders_total"  # commands of a deposed leader, not obeyed
 FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes' engines
+EVADED = "edgemoe_evaded_engines_total"  # {why}: still | slow; requests of this front that left an engine
 FORGOTTEN = "edgemoe_forgotten_requests_total"  # forwarded requests that ran again because the other box had lost them
 HOSTED_REQUESTS = "edgemoe_guest_requests"  # hosted requests: of other boxes, running on this box's engine
 HOSTED_REQUESTS_TOTAL = "edgemoe_guest_requests_total"

@@ -59,6 +59,9 @@ class Members(dict[str, Any]):
     def serving(self, model: str) -> dict[str, str]:
         return {f"{node}:{member.beat.engine}": node for node, member in self.items()}
 
+    def standing_still(self) -> list[str]:
+        return []
+
 
 class Box:
     """Box p, which records its messages to d, to the leader and to its engine; d leads unless p does."""
@@ -73,7 +76,7 @@ class Box:
         self.lost: tuple[tuple[str, int], ...] = ()
         self.arrives = asyncio.Event()
         self.arrives.set()
-        self.engine = None
+        self.engine, self.stands_still = None, False
         tracker = SimpleNamespace(current=(leader, 5))
         plane: Any = SimpleNamespace(
             leader=leader,

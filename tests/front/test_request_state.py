@@ -35,6 +35,7 @@ class AnyOrder:
         often |= {self.blocks_are_fetched: 4, self.the_leader_decides: 3, self.engines_are_looked_at: 2}
         seldom = [self.a_client_hangs_up, self.time_passes, self.an_engine_dies, self.a_box_is_cut_off]
         seldom += [self.another_leads, self.other_prompts_are_known, self.an_attempt_is_turned_away]
+        seldom += [self.an_engine_stands_still_or_goes_on, self.a_box_tells_how_fast_it_is]
         seldom += [self.a_fetch_is_turned_away, self.attempts_are_forgotten, self.a_box_tells_its_load, self.all_fail]
         self.steps: dict[Callable[[], None], int] = often | dict.fromkeys(seldom, 1)
 
@@ -105,6 +106,17 @@ class AnyOrder:
         node = self.node()
         self.happened.append(f"{node} is reached or not")
         self.world.engines[node].is_up ^= True
+
+    def an_engine_stands_still_or_goes_on(self) -> None:
+        node = self.node()
+        self.world.engines[node].is_still ^= True
+        self.happened.append(f"{node} stands still: {self.world.engines[node].is_still}")
+        self.happen(events.TimePassed())
+
+    def a_box_tells_how_fast_it_is(self) -> None:
+        node = self.node()
+        self.world.engines[node].step_s = self.chance.choice([0.0, 0.01, 1.0])
+        self.happened.append(f"{node} takes {self.world.engines[node].step_s} s a step")
 
     def another_leads(self) -> None:
         leader = self.chance.choice(["", "lead", "other", OWN])

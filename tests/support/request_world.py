@@ -42,6 +42,8 @@ class FakeEngine:
     node: str
     boot: int = 1
     is_up: bool = True
+    is_still: bool = False  # it says nothing
+    step_s: float = 0.0  # that its box says
     role: Phases = "both"
     attempts: dict[tuple[str, int], RunningAttempt] = field(default_factory=dict)
     fetches: set[tuple[str, int]] = field(default_factory=set)
@@ -107,6 +109,9 @@ class World:
         own = self.engines[OWN]
         return own.place if own.is_up else ""
 
+    def stands_still(self) -> set[str]:
+        return {engine.place for engine in self.engines.values() if engine.is_still}
+
     def hosted_count(self) -> int:
         return self.hosted
 
@@ -115,7 +120,7 @@ class World:
 
     def reported(self, place: str, node: str) -> TargetLoad:
         self.looked_at += 1
-        return TargetLoad(place, False, self.loads.get(node, 0), self.slots, 8)
+        return TargetLoad(place, False, self.loads.get(node, 0), self.slots, 8, self.engines[node].step_s)
 
     def role(self, node: str) -> Phases:
         return self.engines[node or OWN].role
@@ -301,7 +306,7 @@ class World:
     def come_to_an_end(self) -> None:
         """Answers each request: from now on engines live, the leader decides and messages arrive."""
         for engine in self.engines.values():
-            engine.is_up = True
+            engine.is_up, engine.is_still = True, False
         late, self.bag = self.bag, []
         for event in late:
             self.happen(event)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from edgemoe.ipc.messages import (
     Submit,
 )
 from edgemoe.policy.routing.signatures import shares_of
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.expert_signatures import EndedRequest, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, TokenLogprob
@@ -62,12 +64,14 @@ CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 # * FAIL{code}END: ends the request with an error
 # * DIE@n: kills the engine when token n is due, on the first attempt only; DIE-ALWAYS on every attempt
 # * HANG@n: emits nothing from token n on; REST@n likewise, if another box should go on
+# * CRAWL{nodes}END: the engines of these boxes emit a token in CRAWL_S
 # * LOSE{nodes}END: the engines of these boxes never answer a fetch of blocks; MISS{nodes}END: they find none
 #
 # SCRIPTED_TURNS, a JSON file, makes it an agent's model. `turns` has an answer for each number of results of tools in
 # the prompt. `otherwise` is the answer to a prompt without tools.
 TURNS = os.environ.get("SCRIPTED_TURNS")
-COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
+CRAWL_S = 0.4
+COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS|CRAWL)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
 
 CHOICES = ExpertDemand(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
 
@@ -106,6 +110,7 @@ class Running:
     script: list[int] | None
     index: int
     commands: dict[str, str] = field(default_factory=dict)
+    due_s: float = 0.0  # of the next token of a request that crawls
 
 
 class Scripted:
@@ -206,7 +211,12 @@ class Scripted:
                     table = signature(there[name].submit.request)
                     self.end.post(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(table, table),)))
             if (steps := steps + 1) % 20 == 0:
-                self.end.post(Stats(values={"edgemoe_num_requests_running": float(len(self.running))}))
+                figures = {
+                    "edgemoe_num_requests_running": float(len(self.running)),
+                    names.named(names.STEPS, phase="decode"): float(steps),
+                    names.named(names.STEP_SECONDS, phase="decode"): steps * STEP_S,
+                }
+                self.end.post(Stats(values=figures))
 
     def emit(self, one: Running) -> list[Emission]:
         request, attempt, index = one.submit.request, one.submit.attempt, one.index
@@ -215,6 +225,10 @@ class Scripted:
             os.kill(os.getpid(), signal.SIGKILL)
         if index == int(one.commands.get("REST" if one.submit.hand_over else "HANG", -1)):
             return []
+        if self.node and self.node in one.commands.get("CRAWL", ""):
+            if time.monotonic() < one.due_s:
+                return []
+            one.due_s = time.monotonic() + CRAWL_S
         if "FAIL" in one.commands:
             del self.running[request.id]
             return [Emission(**fields, finish="error", error="scripted", error_code=one.commands["FAIL"])]

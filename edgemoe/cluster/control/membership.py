@@ -189,6 +189,10 @@ class ClusterMembers:
                 found[f"{member.peer.node}:{member.beat.engine}"] = member.peer.node
         return found
 
+    def standing_still(self) -> list[str]:
+        """Returns the other boxes' engines that have said nothing to their fronts for a while, as NODE:BOOT."""
+        return [f"{member.peer.node}:{member.beat.engine}" for member in self if member.beat.still]
+
     def keys(self) -> dict[str, tuple[str, ...]]:
         """Returns the public keys of the boxes that can take part."""
         return {member.peer.node: member.peer.keys for member in self if member.can_take_part}

@@ -67,6 +67,8 @@ class Heartbeat(Message, frozen=True, tag="Beat"):
     capacity: Count = 0  # that may be there, waiting ones included
     unmet: bool = False  # this box has no announcement of the receiver yet and wants one
     secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""  # the leader's: it hashes users and prefixes
+    still: bool = False  # the engine has said nothing for a while
+    step_s: Seconds = 0.0  # that its decode steps take; 0 while that is not known
 
 
 class ChannelDescription(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ class TargetLoad(NamedTuple):
     requests: int  # running and waiting
     slots: int  # that run at once
     capacity: int  # that may be there, waiting ones included
+    step_s: float = 0.0  # that a decode step takes there; 0 while it is not known
 
 
 def node_of(place: str) -> str:
