@@ -261,10 +261,10 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     colour = {"ready": "green", "failed": "red"}.get(state, "yellow")
     if loading := health.get("loading"):
         state += f" ({loading_text(loading)})"
-    models = health.get("models") or []
-    name = ", ".join(each["name"] for each in models) or model.get("id", "edgemoe")
+    has_several = bool(health.get("models"))
+    name = "edgemoe" if has_several else model.get("id", "edgemoe")
     heading = Text.assemble((name, "bold"), " is ", (state, colour), f" at {snapshot.socket}\n")
-    if model:
+    if model and not has_several:
         heading.append(
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
             f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}\n"

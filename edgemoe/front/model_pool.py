@@ -228,7 +228,10 @@ class ModelPool:
 
     async def _facts(self, host: ModelHost) -> ModelFacts:
         if host.facts is None:
-            facts = await asyncio.to_thread(self._doors.facts, host.served.engine)
+            settings = host.served.engine
+            if host.path:
+                settings = replace_settings(settings, model=replace_settings(settings.model, path=host.path))
+            facts = await asyncio.to_thread(self._doors.facts, settings)
             host.facts = facts if facts.info is not None else None  # a store may come later
             return facts
         return host.facts

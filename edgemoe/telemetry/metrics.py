@@ -125,10 +125,14 @@ def named(family: str, **labels: str) -> str:
 
 
 def parse(page: str) -> dict[str, float]:
-    """Returns the metrics of a /metrics page by full name, without the model_name label."""
+    """Returns the metrics of a /metrics page by full name: the sums over all models, without the model_name label."""
     lines = (_MODEL.sub("", line, count=1).replace("{}", "", 1) for line in page.splitlines())
     matches = (_SAMPLE.match(line) for line in lines if not line.startswith("#"))
-    return {match[1] + (match[2] or ""): float(match[3]) for match in matches if match}
+    found = dict[str, float]()
+    for match in filter(None, matches):
+        name = match[1] + (match[2] or "")
+        found[name] = found.get(name, 0.0) + float(match[3])
+    return found
 
 
 def select(metrics: Mapping[str, float], family: str, **labels: str) -> float:

@@ -103,6 +103,23 @@ def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.Monk
     assert "BindReadOnlyPaths=/home/alice/edgemoe.toml\n" in paths
 
 
+def test_folders_of_all_models_under_home_are_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", (str(tmp_path / "home"),))
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", ())
+    folders = [tmp_path / f"home/{name}" for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    file = tmp_path / "etc/edgemoe/edgemoe.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        f'[model]\npath = "{folders[0]}"\n[models."a.b"]\npath = "{folders[1]}"\n[models.c]\npath = "{folders[2]}"\n'
+        "[models.by-name]\n"
+    )
+    install(InstallOptions(root=tmp_path))
+    text = (tmp_path / "etc/systemd/system/edgemoe.service.d/paths.conf").read_text()
+    assert [f"BindReadOnlyPaths={folder}" in text for folder in folders] == [True] * 3
+
+
 def test_folders_that_the_settings_have_it_write_to_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again with each installation, and no longer where they are not named any more."""
     monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", ("/home",))

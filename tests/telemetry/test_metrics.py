@@ -31,3 +31,9 @@ def test_metrics_are_summed_over_the_labels_that_are_left_open() -> None:
 def test_the_models_name_on_a_page_is_no_part_of_a_figures_name() -> None:
     page = render_metrics({'a "quoted" name': {"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}})
     assert parse(page) == {"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}
+
+
+def test_figures_of_several_models_are_read_as_their_sums() -> None:
+    page = render_metrics({"a": {"edgemoe_x": 1.0, "edgemoe_y": 5.0}, "b": {"edgemoe_x": 2.0}})
+    assert page.count("# TYPE edgemoe_x gauge") == 1
+    assert parse(page) == {"edgemoe_x": 3.0, "edgemoe_y": 5.0}

@@ -400,7 +400,7 @@ def damaged_memory(metrics: Mapping[str, float]) -> Iterator[CheckResult]:
 def _described(health: Json, release: str, path: Path) -> Iterator[CheckResult]:
     status, engine = str(health.get("status")), health.get("engine") or {}
     state: State = "pass" if status == "ready" else "failure" if status == "failed" else "warning"
-    model = (health.get("model") or {}).get("id", "a model")
+    model = (health.get("model") or {}).get("id", "the daemon")
     loading = health.get("loading")
     so_far = f" ({loading_text(loading)})" if loading else ""
     yield CheckResult("daemon", state, f"{model} is {status}{so_far} at {path}")
