@@ -90,7 +90,7 @@ class ModelChoice(Protocol):
         """Returns the resources of a model, which need not be loaded. Raises ModelNotFound, EngineUnavailable."""
 
     def describe(self) -> list[Json]:
-        """Returns the models' states for /health."""
+        """Returns the models' states for /health; none of a daemon with one model."""
 
     def metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Returns the metrics of the models' engines and of the cluster, by model."""
@@ -140,9 +140,8 @@ class Api:
 
     def describe(self) -> Json:
         """Returns the body of /health."""
-        if self.models is None:
-            return self.backend.describe()
-        return self.backend.describe() | {"status": self.state, "models": self.models.describe()}
+        models = [] if self.models is None else self.models.describe()
+        return self.backend.describe() | ({"status": self.state, "models": models} if models else {})
 
     @contextlib.asynccontextmanager
     async def chosen(self, wish: ModelWish) -> AsyncIterator[Api]:

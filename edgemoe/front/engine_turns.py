@@ -196,7 +196,7 @@ class EngineTurns:
 
     async def hold_running(self, host: ModelHost) -> None:
         """Counts the memory of an engine that started while its model was the only one."""
-        if host.is_held or host.supervisor.state != "ready":
+        if host.memory is not None or host.supervisor.state not in ("loading", "ready", "stalled"):
             return
         settings = host.served.engine
         facts = await asyncio.to_thread(self._doors.facts, settings)

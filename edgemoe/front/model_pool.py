@@ -212,7 +212,9 @@ class ModelPool:
         return {name: host.supervisor.metrics() for name, host in self.hosts.items()}
 
     def describe(self) -> list[Json]:
-        """Returns the models' states for /health."""
+        """Returns the models' states for /health; none of a daemon with one model."""
+        if not self._turns.has_several:
+            return []
         return [
             {
                 "name": host.name,
@@ -298,14 +300,13 @@ class ModelPool:
             *(f"{name} is served, too" for name in now if name not in was),
             *(f"{name} has other settings" for name in now if name in was and was[name] != now[name]),
         ]
-        self._settings = replace_settings(self._settings, models=now)
-        models = served_models(self._settings)
-        if self.first.name != next(iter(models)):
-            self._settings = replace_settings(self._settings, models=was)
-            raise ReloadRefused(
-                f"{self.first.name!r} is for requests that name no model: restart to serve another first"
-            )
-        await self._turns.hold_running(self.first)
+        settings = replace_settings(self._settings, models=now)
+        models, first = served_models(settings), self.first
+        name, served = next(iter(models.items()))
+        if name != first.name or (served.engine != first.served.engine and not self._settings.model.path):
+            raise ReloadRefused(f"{first.name!r} is for requests that name no model: restart to change that")
+        self._settings = settings
+        await self._turns.hold_running(first)
         for name in [name for name in was if was[name] != now.get(name)]:
             self._remove(name, models.get(name))
         for name, served in models.items():
@@ -322,8 +323,6 @@ class ModelPool:
             if served.is_pinned:
                 host.supervisor.want()
             return
-        if host is self.first:
-            raise ReloadRefused(f"{name!r} is for requests that name no model: restart to change its settings")
         del self.hosts[name]
         self._leaving.append(host)
         self._turns.spawn(self._end(host))

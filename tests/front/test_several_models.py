@@ -392,6 +392,20 @@ async def test_a_reload_adds_changes_and_removes_models_and_touches_no_other(tmp
         await end(stream)
 
 
+async def test_a_reload_that_cannot_be_followed_leaves_all_as_it_was(tmp_path: Path, model_dir: Path) -> None:
+    before = several(tmp_path, model_dir, {"a": {}, "b": {}})
+    now = {"is": before}
+    async with serving(before, reread=lambda: now["is"]) as (front, client):
+        other_first = {"c": before.models["a"], **before.models}
+        changed_first = before.models | {"a": msgspec.structs.replace(before.models["a"], memory_bytes=GB // 2)}
+        for models in (other_first, {"b": before.models["b"]}, changed_first, {}):
+            now["is"] = msgspec.structs.replace(before, models=models)
+            refused = await client.post("/reload")
+            assert refused.status_code == 409, models
+        assert states(front) == {"a": "unloaded", "b": "unloaded"}
+        assert (await ask(client, "b")).status_code == 200
+
+
 async def test_a_daemon_of_one_model_takes_further_ones_at_a_reload(tmp_path: Path, model_dir: Path) -> None:
     before = several(tmp_path, model_dir, {}, has_main=True)
     now = {"is": before}
