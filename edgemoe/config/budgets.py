@@ -7,6 +7,7 @@ on both. A stated budget is used as it is or refused, never changed; a budget of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,14 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SizeClasses, SlabLayout
 from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.windows import least_blocks, most_kept
 
 VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget's largest part of the memory beside dense weights
 KV_SWAP_SHARE = 4  # KV memory over the memory for swapping (on a GPU: the host's headroom over it)
 DENSE_REMEDY = "a lower memory.headroom_bytes, or pack the model with --dense int8"
+STEP_SHARE = 4  # KV memory over the largest part of it for the windows of a step's tokens
 LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
@@ -31,11 +34,23 @@ class ModelNeeds:
     """The model's sizes, on which the budgets depend."""
 
     dense_bytes: int  # all weights except the experts
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # in the layers that see all tokens
     experts: ExpertGeometry
     context_tokens: int
     state_bytes: int = 0  # of one sequence, where layers have states beside keys and values
     decoded_bytes: int = 0  # of the weights except the experts where a GPU holds them; 0: as many as elsewhere
+    window: int = 0  # tokens, where layers have windows
+    window_block_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Returns the bytes of one KV block in the layers that see all tokens."""
+        return BLOCK_TOKENS * self.kv_bytes_per_token
+
+    def held_bytes(self, tokens: int) -> int:
+        """Returns the bytes of keys and values that a sequence of `tokens` tokens holds."""
+        windows = min(-(-tokens // BLOCK_TOKENS), most_kept(self.window)) if self.window else 0
+        return tokens * self.kv_bytes_per_token + windows * self.window_block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,8 @@ class Budgets:
     experts: ExpertGeometry
     state_slots: int = 0
     state_bytes: int = 0  # of all slots
+    kv_blocks: int = 0  # of the layers that see all tokens
+    window_blocks: int = 0  # of the layers with windows
 
     @property
     def all_fit(self) -> bool:
@@ -113,7 +130,9 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else kv_bytes) // KV_SWAP_SHARE
     if settings.engine.preemption != "park":
         kv_swap_bytes = 0
-    context_bytes = kv_bytes - (0 if on_gpu else kv_swap_bytes)
+    kv_blocks, window_blocks = _blocks(
+        kv_bytes - (0 if on_gpu else kv_swap_bytes), needs, context_tokens, settings.engine.step_tokens
+    )
     ram_bytes = _slots_bytes(
         settings.memory.ram_bytes,
         host_free - (0 if on_gpu else taken),
@@ -132,11 +151,13 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
         ram_bytes=ram_bytes,
         devices=tuple(slabs),
         threads=settings.engine.threads or machine.cpus,
-        context_tokens=min(context_tokens, context_bytes // needs.kv_bytes_per_token),
+        context_tokens=min(context_tokens, kv_blocks * BLOCK_TOKENS),
         containment=_containment(settings, ram_bytes, slabs, needs),
         experts=needs.experts,
         state_slots=state_slots,
         state_bytes=state_bytes,
+        kv_blocks=kv_blocks,
+        window_blocks=window_blocks,
     )
 
 
@@ -177,9 +198,10 @@ def _sequences(
 
     `free` is left beside the dense weights. `remedy` is for too little memory for both.
     """
-    block_bytes, most = BLOCK_TOKENS * needs.kv_bytes_per_token, settings.engine.max_sequences
+    block_bytes, most = needs.block_bytes, settings.engine.max_sequences
     least_states, most_slots = LEAST_SLOTS * needs.state_bytes, LEAST_SLOTS * most + 1  # one snapshot for each sequence
-    least = 2 * block_bytes + least_states
+    least_windows = least_blocks(needs.window) * needs.window_block_bytes if needs.window else 0
+    least = 2 * block_bytes + least_states + least_windows
     total = settings.memory.kv_bytes
     what = "keys, values and states" if needs.state_bytes else "keys and values"
     if total:
@@ -187,12 +209,44 @@ def _sequences(
     else:
         _demand(free + dense_bytes, dense_bytes + least, f"dense weights, {what}", remedy)
         one = -(-context_tokens // BLOCK_TOKENS) * block_bytes
-        typical = most * min(one, TYPICAL_TOKENS * needs.kv_bytes_per_token) + most_slots * needs.state_bytes
+        if needs.window:
+            one += least_windows + settings.engine.step_tokens // BLOCK_TOKENS * needs.window_block_bytes
+        typical = most * min(one, needs.held_bytes(TYPICAL_TOKENS)) + most_slots * needs.state_bytes
         total = max(least, min(max(one + least_states, typical), int(free * KV_SHARE)))
+    if needs.window and not needs.state_bytes:
+        return total, 0
     if not needs.state_bytes:
         return total // block_bytes * block_bytes, 0
     slots = min(max(LEAST_SLOTS, total // 2 // needs.state_bytes), most_slots)
     return (total - slots * needs.state_bytes) // block_bytes * block_bytes, slots
+
+
+def _blocks(kv_bytes: int, needs: ModelNeeds, context_tokens: int, step_tokens: int) -> tuple[int, int]:
+    """Divides memory into the blocks of layers that see all tokens and of layers with windows, as these have any.
+
+    Windows of one sequence and of a step's tokens come first, then one context. The rest is for typical requests, so
+    that both kinds of blocks last as long.
+    """
+    block_bytes, window_bytes = needs.block_bytes, needs.window_block_bytes
+    if not needs.window:
+        return kv_bytes // block_bytes, 0
+    least = least_blocks(needs.window)
+    spare = max(0, kv_bytes - least * window_bytes)
+    windows = least + min(-(-step_tokens // BLOCK_TOKENS), spare // STEP_SHARE // window_bytes)
+    context = min(-(-context_tokens // BLOCK_TOKENS), max(0, kv_bytes - windows * window_bytes) // block_bytes)
+    each = min(context_tokens, TYPICAL_TOKENS) // BLOCK_TOKENS or 1
+    each_windows = min(each, most_kept(needs.window))
+
+    def division(requests: int) -> tuple[int, int]:
+        return max(context, requests * each), windows + max(0, requests - 1) * each_windows
+
+    def size(requests: int) -> int:
+        blocks, in_windows = division(requests)
+        return blocks * block_bytes + in_windows * window_bytes
+
+    requests = bisect_right(range(1, 1 + kv_bytes // (each_windows * window_bytes)), kv_bytes, key=size)
+    in_windows = division(requests)[1]
+    return max(0, kv_bytes - in_windows * window_bytes) // block_bytes, in_windows
 
 
 def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.engine.sequence import Sequence, SwappedBlocks, blocks_for
+from edgemoe.engine.sequence import Sequence, SwappedBlocks, SwappedWindow, blocks_for
 from edgemoe.engine.state_slots import StateSlots
+from edgemoe.engine.window_blocks import WindowBlocks
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -44,11 +45,17 @@ class BlockManager:
     """
 
     def __init__(
-        self, blocks: int, layers: int, experts: int, prefix_cache: bool = True, states: StateSlots | None = None
+        self,
+        blocks: int,
+        layers: int,
+        experts: int,
+        prefix_cache: bool = True,
+        states: StateSlots | None = None,
+        windows: WindowBlocks | None = None,
     ) -> None:
-        """Makes all blocks free. `states` are the slots of a model with states beside keys and values."""
+        """Makes all blocks free. `states` and `windows` are the places of a model that has such layers, too."""
         self.count = blocks
-        self._states = states
+        self._states, self._windows = states, windows
         self.signatures: npt.NDArray[np.uint8] = np.zeros((blocks, layers, experts), np.uint8)  # [B, L, E]
         self._prefix_cache = prefix_cache
         self._refs = [0] * blocks
@@ -69,14 +76,27 @@ class BlockManager:
     def known(self, seq: Sequence) -> int:
         """Counts the leading blocks of `seq` that the prefix cache has, leaving at least one token to compute.
 
-        Where the model has states, these are the blocks after which the cache has the state, too.
+        Where the model has states or windows, these are the blocks after which the cache has those, too.
         Returns 0 where log probabilities of the prompt are wanted: they take logits, which are not cached.
         """
         if seq.wants_prompt_logprobs:
             return 0
         keys = self.keys(seq, (len(seq.tokens) - 1) // BLOCK_TOKENS)
-        known = bisect_left(keys, True, key=lambda key: key not in self._known)
-        return known if self._states is None else self._states.covered(keys[:known])
+        return self.covered(keys[: self._matching(keys)])
+
+    def covered(self, keys: Row[bytes]) -> int:
+        """Returns the most of these leading blocks, which are known, after which state and window are known, too."""
+        count, before = len(keys), -1
+        while count != before:
+            before = count
+            if self._states is not None:
+                count = self._states.covered(keys[:count])
+            if self._windows is not None:
+                count = self._windows.covered(keys[:count])
+        return count
+
+    def _matching(self, keys: Row[bytes]) -> int:
+        return bisect_left(keys, True, key=lambda key: key not in self._known)
 
     def needs(self, seq: Sequence) -> int:
         """Counts the free blocks that `open(seq)` would take."""
@@ -85,7 +105,21 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Returns whether the last token of `seq`, the only one without a place, fits its blocks or a free one."""
+        if self._windows is not None and self._windows.capacity(seq) < len(seq.tokens):
+            return False
         return len(seq.tokens) <= len(seq.blocks) * BLOCK_TOKENS or self.free > 0
+
+    def computable(self, seq: Sequence) -> int:
+        """Returns how many more tokens of `seq` a step may compute, for which there are blocks."""
+        left = len(seq.tokens) - seq.computed
+        return left if self._windows is None else min(left, self._windows.capacity(seq) - seq.computed)
+
+    def fits_window(self, seq: Sequence, others: Iterable[tuple[Sequence, int]]) -> bool:
+        """Returns whether layers with windows have blocks for `seq`, beside `others` and their expected tokens."""
+        if (windows := self._windows) is None:
+            return True
+        promised = sum(windows.lacking(other, tokens) for other, tokens in others)
+        return windows.lacking(seq, len(seq.tokens) + 1) + 1 + promised <= windows.free
 
     def keys(self, seq: Sequence, count: int) -> list[bytes]:
         """Returns the keys of the first `count` blocks, which must be full; empty without a prefix cache."""
@@ -105,6 +139,9 @@ class BlockManager:
         keys: list[bytes] = []
         extend_keys(keys, tokens, count, salt)
         first = next((n for n, key in enumerate(keys) if key not in self._known), count)
+        if self._windows is not None:
+            missing = (n for n in self._windows.needed(count) if self._windows.find(keys[n]) is None)
+            first = min(first, next(missing, count))
         self._private[private_salt] = private = PrivateBlocks(first, private_salt)
         self._private.move_to_end(private_salt)
         if len(self._private) > MOST_PRIVATE:
@@ -140,7 +177,7 @@ class BlockManager:
     def open(self, seq: Sequence) -> None:
         """Gives `seq` blocks for all its tokens, and counts tokens from the prefix cache as computed.
 
-        The sequence also gets the state after the cached blocks, where the model has states.
+        The sequence also gets the state after the cached blocks, and their last window, where the model has such.
         """
         assert not seq.blocks, "the sequence has its blocks already"
         assert self.needs(seq) <= self.free, "there is no room for the sequence"
@@ -150,6 +187,8 @@ class BlockManager:
             self._hold(block)
         if self._states is not None:
             self._states.resume(seq, keys)
+        if self._windows is not None:
+            self._windows.resume(seq, keys, self._matching(seq.keys[: len(seq.tokens) // BLOCK_TOKENS]))
         seq.computed = len(hits) * BLOCK_TOKENS
         seq.blocks = hits + [self._take_free() for _ in range(blocks_for(len(seq.tokens)) - len(hits))]
 
@@ -157,26 +196,41 @@ class BlockManager:
         """Makes a place for the last token of `seq`, in a new block if the others are full."""
         if len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
             seq.blocks.append(self._take_free())
+        if self._windows is not None:
+            self._windows.extend(seq, len(seq.tokens))
 
     def extend(self, seq: Sequence, tokens: int) -> int:
         """Makes places for drafted tokens behind the last token of `seq`, and returns for how many of `tokens`."""
         places = len(seq.tokens) + tokens
         while places > len(seq.blocks) * BLOCK_TOKENS and self.free > 0:
             seq.blocks.append(self._take_free())
-        return min(places, len(seq.blocks) * BLOCK_TOKENS) - len(seq.tokens)
+        places = min(places, len(seq.blocks) * BLOCK_TOKENS)
+        if self._windows is not None:
+            places = min(places, self._windows.capacity(seq))
+            self._windows.extend(seq, places)
+        return places - len(seq.tokens)
 
     def trim(self, seq: Sequence) -> None:
         """Releases the blocks behind the last token of `seq`, which hold no token any more."""
         while len(seq.blocks) > blocks_for(len(seq.tokens)):
             self._release(seq.blocks.pop())
+        if self._windows is not None:
+            self._windows.trim(seq, len(seq.tokens))
 
     def prepare(self, seq: Sequence, tokens: int, snapshots: bool = True) -> None:
-        """Takes slots for the states after the next `tokens` tokens of `seq`, where the model has states.
+        """Takes slots for the states after the next `tokens` tokens of `seq`, and blocks for their windows.
 
         With `snapshots` it also takes slots for intermediate states that the prefix cache should keep.
         """
         if self._states is not None:
             self._states.prepare(seq, tokens, snapshots and self._prefix_cache)
+        if self._windows is not None:
+            self._windows.extend(seq, seq.computed + tokens)
+
+    def skip_windows(self, seq: Sequence, first: int) -> None:
+        """Lets `seq` begin with block `first` in layers with windows. Later ones that it holds stay."""
+        if self._windows is not None:
+            self._windows.skip(seq, first)
 
     def advance(self, seq: Sequence, tokens: int) -> None:
         """Counts `tokens` more of `seq` as computed, and remembers the blocks that this fills, and the states."""
@@ -186,11 +240,15 @@ class BlockManager:
             self._index_block(seq, i, key)
         if self._states is not None:
             self._states.advance(seq, keys)
+        if self._windows is not None:
+            self._windows.advance(seq)
 
     def close(self, seq: Sequence) -> None:
-        """Releases all blocks of `seq`, the last one first, and its states."""
+        """Releases all blocks of `seq`, the last one first, its states and its windows."""
         if self._states is not None and seq.blocks:
             self._states.close(seq)
+        if self._windows is not None:
+            self._windows.close(seq)
         for block in reversed(seq.blocks):
             self._release(block)
         seq.blocks, seq.computed = [], 0
@@ -244,12 +302,15 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
         if self._states is not None:
             self._states.forget(gone)
+        if self._windows is not None:
+            self._windows.forget(gone)
 
     def forget_all(self) -> None:
         """Removes all blocks and states from the prefix cache. Sequences that hold some keep them."""
         self.forget(list(self._known))
-        if self._states is not None:  # states outlive their blocks
-            self._states.forget_all()
+        for others in (self._states, self._windows):  # which outlive the blocks
+            if others is not None:
+                others.forget_all()
 
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
         """Adds the routing `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
@@ -297,6 +358,8 @@ class BlockManager:
             self._hold(shared)
             self._release(block)
             seq.blocks[i] = shared
+        if self._windows is not None:
+            self._windows.index(seq, i, key)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every invariant holds, given all sequences with blocks."""
@@ -316,6 +379,8 @@ class BlockManager:
         assert self.signatures.max(initial=0) <= BLOCK_TOKENS
         if self._states is not None:
             self._states.check_integrity(live)
+        if self._windows is not None:
+            self._windows.check_integrity(live)
 
 
 def extend_keys(
@@ -350,6 +415,13 @@ class CopyableStates(BlockStorage, Protocol):
     def slot_bytes(self) -> int: ...
 
 
+class CopyableWindows(BlockStorage, Protocol):
+    """Reads and writes blocks of layers with windows."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+
 class KVSwap:
     """Owns the host memory of paused sequences. A sequence that does not fit is computed again instead."""
 
@@ -360,48 +432,57 @@ class KVSwap:
         block_bytes: int,
         budget_bytes: int,
         states: CopyableStates | None = None,
+        windows: CopyableWindows | None = None,
     ) -> None:
-        self._kv, self._states = kv, states
-        self._blocks = blocks
-        self._budget = self._room = budget_bytes // block_bytes  # blocks
-        self._state_size = 0 if states is None else -(-states.slot_bytes // block_bytes)  # blocks
+        self._kv, self._states, self._windows = kv, states, windows
+        self._blocks, self._block_bytes = blocks, block_bytes
+        self._budget = self._room = budget_bytes
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Copies the computed blocks and the state of `seq` to host memory. Returns False where there is no room."""
+        """Copies the computed blocks, window and state of `seq`. Returns False where there is no room."""
         held = seq.blocks[: blocks_for(seq.computed)]
-        size = len(held) + self._state_size
+        in_windows = seq.window_blocks[seq.window_begin : len(held)]
+        size = len(held) * self._block_bytes
+        size += self._states.slot_bytes if self._states else 0
+        size += len(in_windows) * self._windows.block_bytes if self._windows else 0
         if not held or size > self._room:
             return False
         state = self._states.gather([seq.state]) if self._states else None
+        window = SwappedWindow(seq.window_begin, self._windows.gather(in_windows)) if self._windows else None
         signatures = self._blocks.signatures[held]
-        seq.swapped = SwappedBlocks(seq.computed, self._kv.gather(held), signatures, state, size)
+        seq.swapped = SwappedBlocks(seq.computed, self._kv.gather(held), signatures, state, window, size)
         self._room -= size
         return True
 
     def restore(self, seq: Sequence) -> None:
-        """Copies swapped blocks that the prefix cache lacks, and the state, into the new blocks of `seq`."""
+        """Copies swapped blocks that the prefix cache lacks, windows and state into the new blocks of `seq`."""
         if seq.swapped is None:
             return
-        tokens, rows, signatures, state, _ = seq.swapped
+        tokens, rows, signatures, state, window, _ = seq.swapped
         known = blocks_for(seq.computed)
         if tokens > seq.computed:
             fresh = seq.blocks[known : len(rows)]
             self._kv.scatter(fresh, rows[known:])
             self._blocks.signatures[fresh] = signatures[known:]
+            if window is not None:
+                self._blocks.skip_windows(seq, window.first)
             self._blocks.prepare(seq, tokens - seq.computed, snapshots=False)
             if self._states is not None and state is not None:
                 self._states.scatter([slot for _, slot in seq.next_states], state)
+            if self._windows is not None and window is not None:
+                begin = max(known, window.first)
+                self._windows.scatter(seq.window_blocks[begin : len(rows)], window.rows[begin - window.first :])
             self._blocks.advance(seq, tokens - seq.computed)
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
         """Frees the swapped blocks of `seq`, if it has some."""
         if seq.swapped is not None:
-            self._room += seq.swapped.size
+            self._room += seq.swapped.size_bytes
             seq.swapped = None
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the waiting sequences' swapped blocks add up to the room taken."""
-        swapped = sum(seq.swapped.size for seq in waiting if seq.swapped)
+        swapped = sum(seq.swapped.size_bytes for seq in waiting if seq.swapped)
         assert self._room >= 0
         assert swapped + self._room == self._budget

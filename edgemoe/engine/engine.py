@@ -18,6 +18,7 @@ from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.speculation import Speculation
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.engine.steps import PHASES, ForwardRunner, LoadedModel, StepObservers
+from edgemoe.engine.window_blocks import WindowBlocks
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits
@@ -61,6 +62,7 @@ class ServingBudget:
     kv_swap_bytes: int = 0  # for keys, values and states of paused requests
     state_slots: int = 0  # for a model with states beside keys and values
     missing_expert_timeout_s: float = 0.0  # for which a request waits for another box to supply a missing expert
+    window_blocks: int = 0  # for layers with windows; 0: these have the same blocks as all others
 
 
 class Engine:
@@ -84,17 +86,20 @@ class Engine:
             most = min(settings.max_sequences, (budget.state_slots - 1) // 2)  # one slot to read, one to write
             settings = structs.replace(settings, max_sequences=most)
             states = StateSlots(budget.state_slots, most)
+        windows = WindowBlocks(budget.window_blocks, spec.kv_layout.window) if budget.window_blocks else None
         self.max_sequences = settings.max_sequences  # that run at once
         self.blocks = BlockManager(
-            budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states
+            budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states, windows
         )
-        self.prefixes = PrefixTransfer(self.blocks, states, model.kv, spec.kv_layout)
+        self.prefixes = PrefixTransfer(self.blocks, states, windows, model.kv, spec.kv_layout)
         self.limits = RequestLimits(min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab)
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None
         if settings.preemption == "park":
-            block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token
-            kv_swap = KVSwap(model.kv, self.blocks, block_bytes, budget.kv_swap_bytes, model.kv.states)
+            in_windows = model.kv.windows if windows else None
+            kv_swap = KVSwap(
+                model.kv, self.blocks, spec.kv_layout.block_bytes, budget.kv_swap_bytes, model.kv.states, in_windows
+            )
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = ForwardRunner(model, self.blocks, chunk_budget, watchers)
         if settings.drafts == "lookup" and states is None:  # a rejected token's state could not be taken back

@@ -201,9 +201,7 @@ class Scheduler:
         works = sorted([*decoding, *cut], key=lambda work: not work.seq.decoding)
         works += self._schedule_prefills(prefilling, now_s, budget)
         self.steps += 1
-        for seq, tokens, _ in works:
-            seq.last_step = self.steps
-            self._blocks.prepare(seq, tokens)
+        works = self._prepare(works)
         return works if self.speculation is None else self.speculation.add_drafts(works)
 
     def drop_drafts(self, works: Iterable[ScheduledWork]) -> list[ScheduledWork]:
@@ -213,6 +211,22 @@ class Scheduler:
         return [work._replace(draft=()) for work in works]
 
     # --- running
+
+    def _prepare(self, works: list[ScheduledWork]) -> list[ScheduledWork]:
+        """Returns the works for whose tokens there are blocks, shorter ones where blocks of windows are scarce.
+
+        Where none has a block left, others are paused until the first one has. It can always be computed alone.
+        """
+        prepared = []
+        for seq, tokens, _ in works:
+            if (fitting := min(tokens, self._blocks.computable(seq))) > 0:
+                seq.last_step = self.steps
+                self._blocks.prepare(seq, fitting)
+                prepared.append(ScheduledWork(seq, fitting))
+        if not works or prepared:
+            return prepared
+        self._pause(_newest_of_largest([seq for seq in self.running if seq is not works[0].seq]))
+        return self._prepare(works[:1])
 
     def _extend_decoding(self) -> None:
         for seq in [seq for seq in self.running if seq.decoding]:
@@ -368,7 +382,14 @@ class Scheduler:
             return True  # no request is accepted that does not fit alone
         if len(self.running) >= self._settings.max_sequences:
             return False
-        return self._blocks.needs(seq) + self._reserve([*self.running, seq]) <= self._blocks.free
+        if self._blocks.needs(seq) + self._reserve([*self.running, seq]) > self._blocks.free:
+            return False
+        return self._blocks.fits_window(seq, [(other, self._expected_tokens(other)) for other in self.running])
+
+    def _expected_tokens(self, seq: Sequence) -> int:
+        """Returns how many tokens a running sequence has after the share of its expected output."""
+        expected = self.fairness.expected_output(seq.identity, seq.sampling.max_tokens) - seq.emitted
+        return len(seq.tokens) + int(self.output_reserve * max(0.0, expected))
 
     def _reserve(self, seqs: Iterable[Sequence]) -> int:
         """Counts the blocks to keep free for the share of expected output that these have still to write."""

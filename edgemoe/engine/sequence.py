@@ -74,6 +74,13 @@ def _invalid(param: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{param} {why}", param=param, code="invalid_request")
 
 
+class SwappedWindow(NamedTuple):
+    """The blocks that a paused sequence held in layers with windows, from block `first` on."""
+
+    first: int
+    rows: torch.Tensor  # [m, ...]
+
+
 class SwappedBlocks(NamedTuple):
     """The keys, values, signatures and state that a paused sequence had computed."""
 
@@ -81,7 +88,8 @@ class SwappedBlocks(NamedTuple):
     rows: torch.Tensor  # [n, ...] a KV block each
     signatures: npt.NDArray[np.uint8]  # [n, L, E]
     state: torch.Tensor | None  # [1, ...], where the model has states
-    size: int  # its share of the budget, in blocks
+    window: SwappedWindow | None  # of a model that has windows
+    size_bytes: int  # its share of the budget
 
 
 class Sequence:
@@ -115,6 +123,9 @@ class Sequence:
         self.computed = 0
         self.last_step = 0  # in which tokens of it were computed
         self.blocks: list[int] = []  # the block table
+        self.window_blocks: list[int] = []  # the same of layers with windows
+        self.window_begin = 0  # the first of them that it holds
+        self.window_places: tuple[int, ...] = ()  # blocks after which others may go on
         self.state = 0  # the slot of the state after the computed tokens, where the model has states
         self.next_states: list[tuple[int, int]] = []  # tokens of the next step, and the slot for the state after them
         self.snapshot = 0  # blocks before the last state that this sequence left for the prefix cache

@@ -81,6 +81,12 @@ def make_batch(works: Rows[ScheduledWork], meta: StepMeta) -> Batch:
         logit_rows=torch.tensor(wanted, dtype=torch.int64),
         decode=bool(meta.decode.all()),
         states=[StateUse(work.seq.state, work.seq.next_states) for work in works if work.seq.next_states],
+        window_tables=[
+            work.seq.window_blocks
+            for work, counts in zip(works, each, strict=True)
+            for _ in counts
+            if work.seq.window_blocks
+        ],
     )
 
 
@@ -437,6 +443,7 @@ class StepRunner:
         """Returns the sequence's error if a probe token can be computed. Else raises the probe's error."""
         probe = Sequence(PROBE_REQUEST, (), 1, 0.0, math.inf)
         probe.blocks = seq.blocks[-1:]  # not shared: the sequence has still to write to it
+        probe.window_blocks = seq.window_blocks[-1:]  # as little
         probe.next_states = [(1, slot) for _, slot in seq.next_states[-1:]]  # as little
         with contextlib.suppress(StoreError):  # an expert that is not here does not mean that the engine is broken
             self._compute_and_sample([ScheduledWork(probe, 1)])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from edgemoe.types.experts import DTYPE_BYTES, SILU, Activation, ExpertGeometry
 from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.windows import most_kept
 
 ALIGNMENT = 64  # bytes: a cache line
 SCALE_BYTES = 4
@@ -25,6 +26,7 @@ class KVRow:
     values_in_keys: bool = False  # a value is the first part of its key
     int8: bool = False  # lines are codes with a scale, and stand for numbers of `dtype`
     offset: int = 0  # bytes from the start of the block
+    windowed: bool = field(default=False, repr=False)  # it lies in the blocks of layers with windows
 
     @property
     def key_bytes(self) -> int:
@@ -44,20 +46,31 @@ class KVRow:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The rows of all layers, one after the other."""
+    """The rows of all layers, one after the other. Layers with windows have blocks of their own.
+
+    The fields of windows are not printed, so that models without them keep the name of their layout.
+    """
 
     rows: tuple[KVRow, ...]
     block_bytes: int
+    window_block_bytes: int = field(default=0, repr=False)
+    window: int = field(default=0, repr=False)  # tokens, the most of any layer; 0: no layer has a window
 
     @classmethod
-    def of(cls, rows: Iterable[KVRow]) -> KVLayout:
-        """Gives each row its offset."""
-        placed, offset = [], 0
+    def of(cls, rows: Iterable[KVRow], window: int = 0) -> KVLayout:
+        """Gives each row its offset in the blocks of its kind."""
+        placed, ends = [], [0, 0]
         for row in rows:
-            placed.append(replace(row, offset=offset))
+            placed.append(replace(row, offset=ends[row.windowed]))
             size = row.key_bytes + row.value_bytes
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(placed), offset)
+            ends[row.windowed] += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(placed), ends[0], ends[1], window)
+
+    def held_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the blocks that a sequence of `tokens` tokens holds between two steps."""
+        blocks = -(-tokens // BLOCK_TOKENS)
+        in_windows = min(blocks, most_kept(self.window)) if self.window else 0
+        return blocks * self.block_bytes + in_windows * self.window_block_bytes
 
 
 Shape = tuple[int, ...]
@@ -322,12 +335,15 @@ class ModelSpec:
     @property
     def kv_layout(self) -> KVLayout:
         """The offsets of each layer's keys and values in a block."""
-        rows = (replace(each.heads.kv, dtype=self.dtype, int8=self.kv_int8) for each in self.attention)
-        return KVLayout.of(rows)
+        heads = [each.heads for each in self.attention]
+        kept = [replace(each.kv, dtype=self.dtype, int8=self.kv_int8) for each in heads]
+        windows = [each.window if row.kv_heads else 0 for each, row in zip(heads, kept, strict=True)]
+        rows = (replace(row, windowed=window > 0) for row, window in zip(kept, windows, strict=True))
+        return KVLayout.of(rows, max(windows))
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Keys and values of one token in the layers that see all tokens."""
         return self.kv_layout.block_bytes // BLOCK_TOKENS
 
     @property

@@ -6,7 +6,7 @@ sequence. Other devices gather blocks and compute a prompt's queries in tiles, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
-from edgemoe.model.kv import KVCache, StepStates
+from edgemoe.model.kv import BlockPool, KVCache, StepStates
 from edgemoe.model.rope import Angles, RotaryEmbedding
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -77,62 +77,101 @@ class PrefillChunk:
     first: int
     after: int
     context: int
-    blocks: torch.Tensor  # [n] int64
+    number: int  # of the sequence
 
 
-def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
+def tables_and_contexts(
+    tables: Sequence[Sequence[int]], context_lens: Sequence[int], chosen: list[int]
+) -> tuple[IntArray, IntArray]:
     """Returns block tables [S, widest] and contexts [S] of the chosen sequences.
 
     Tables are padded with the sequence's own last block.
     """
-    contexts = np.array([batch.context_lens[s] for s in chosen], np.int64)
-    tables = np.zeros((len(chosen), -(-int(contexts.max(initial=1)) // BLOCK_TOKENS)), np.int64)
+    contexts = np.array([context_lens[s] for s in chosen], np.int64)
+    padded = np.zeros((len(chosen), -(-int(contexts.max(initial=1)) // BLOCK_TOKENS)), np.int64)
     for row, s in enumerate(chosen):
-        needed = -(-batch.context_lens[s] // BLOCK_TOKENS)
-        tables[row, :needed] = batch.block_tables[s][:needed]
-        tables[row, needed:] = tables[row, needed - 1]
-    return tables, contexts
+        needed = -(-context_lens[s] // BLOCK_TOKENS)
+        padded[row, :needed] = tables[s][:needed]
+        padded[row, needed:] = padded[row, needed - 1]
+    return padded, contexts
 
 
-class StepAttention:
-    """Computes attention for each layer of one step, with the block tables and masks that all layers share."""
+class StepBlocks:
+    """The blocks of one step in one kind of layers."""
 
-    def __init__(self, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
-        self._kv, self._kernels = kv, kernels
-        self._device = kv.data.device
-        starts = np.cumsum([0, *batch.query_lens]).tolist()
-        single = [s for s, length in enumerate(batch.query_lens) if length == 1]
-        self.single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=self._device)
-        self._tables, self._contexts = block_tables(batch, single)
-        self.prefills = [
-            PrefillChunk(starts[s], starts[s + 1], batch.context_lens[s], self._tensor(batch.block_tables[s]))
-            for s, length in enumerate(batch.query_lens)
-            if length > 1
-        ]
-        blocks = [self._tensor(table) for table in batch.block_tables]
-        owner = torch.repeat_interleave(torch.arange(len(blocks), device=self._device), self._tensor(batch.query_lens))
-        padded = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)  # [S, widest]
-        self._blocks = padded[owner, batch.positions // BLOCK_TOKENS]  # [T], where new keys and values go
-        self._places = batch.positions % BLOCK_TOKENS
+    def __init__(
+        self, batch: Batch, tables: Sequence[Sequence[int]], owner: torch.Tensor, single: list[int], pool: BlockPool
+    ) -> None:
+        """Reads the tables [S][blocks]; `owner` [T] is each token's sequence, `single` the sequences of one token."""
+        self._device = pool.data.device
+        self.tables, self._contexts = tables_and_contexts(tables, batch.context_lens, single)
+        self.by_sequence = [self._tensor(table) for table in tables]
+        padded = torch.nn.utils.rnn.pad_sequence(self.by_sequence, batch_first=True)  # [S, widest]
+        self.rows = padded[owner, batch.positions // BLOCK_TOKENS]  # [T], where new keys and values go
         self._plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
-        if kernels is None:
-            self._clear_begun(batch)
 
-    def _tensor(self, values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _clear_begun(self, batch: Batch) -> None:
+    def clear_begun(self, batch: Batch, pool: BlockPool) -> None:
         """Zeroes the blocks that the step begins and does not fill, because gathering reads them whole.
 
         A masked position has weight 0, but 0 times a NaN that another request left there would still be NaN.
         """
         begun = [
             table[context // BLOCK_TOKENS]
-            for table, context, count in zip(batch.block_tables, batch.context_lens, batch.query_lens, strict=True)
+            for table, context, count in zip(self.by_sequence, batch.context_lens, batch.query_lens, strict=True)
             if 0 < context % BLOCK_TOKENS <= count
         ]
         if begun:
-            self._kv.data[self._tensor(begun)] = 0
+            pool.data[torch.stack(begun)] = 0
+
+    def _tensor(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def gather_plan(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the blocks [S, n] that windows of this size lie in, and the mask [S, 1, 1, n * 16] of tokens."""
+        if window not in self._plans:
+            first = np.maximum(self._contexts - window, 0) // BLOCK_TOKENS
+            count = int((-(-self._contexts // BLOCK_TOKENS) - first).max())
+            places = np.minimum(first[:, None] + np.arange(count), self.tables.shape[1] - 1)
+            tokens = first[:, None] * BLOCK_TOKENS + np.arange(count * BLOCK_TOKENS)
+            past = self._contexts[:, None] - 1 - tokens
+            mask = torch.from_numpy((past >= 0) & (past < window))[:, None, None]
+            blocks = torch.from_numpy(np.take_along_axis(self.tables, places, 1))
+            self._plans[window] = blocks.to(self._device), mask.to(self._device)
+        return self._plans[window]
+
+
+class StepAttention:
+    """Computes attention for each layer of one step, with the blocks and masks that layers of a kind share."""
+
+    def __init__(self, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
+        self._kv, self._kernels = kv, kernels
+        device = kv.data.device
+        starts = np.cumsum([0, *batch.query_lens]).tolist()
+        single = [s for s, length in enumerate(batch.query_lens) if length == 1]
+        self.single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=device)
+        self._contexts = np.array([batch.context_lens[s] for s in single], np.int64)
+        self.prefills = [
+            PrefillChunk(starts[s], starts[s + 1], batch.context_lens[s], s)
+            for s, length in enumerate(batch.query_lens)
+            if length > 1
+        ]
+        lengths = torch.tensor(batch.query_lens, device=device)
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        pools = (kv, kv.windows)
+        self._kinds = tuple(
+            StepBlocks(batch, tables, owner, single, pool)
+            for tables, pool in zip(batch.tables_by_kind, pools, strict=True)
+            if pool is not None
+        )
+        self._places = batch.positions % BLOCK_TOKENS
+        if kernels is None:
+            for blocks, pool in zip(self._kinds, pools, strict=False):
+                assert pool is not None
+                blocks.clear_begun(batch, pool)
+
+    def _blocks(self, layer: int) -> StepBlocks:
+        """Returns the blocks of the kind of this layer."""
+        return self._kinds[self._kv.windowed[layer]]
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: AttentionScores
@@ -151,14 +190,16 @@ class StepAttention:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes the step's keys [T, kv_heads, D] and its values, None where they are stored in the keys."""
-        self._kv.layers[layer].store(self._blocks, self._places, k, v)
+        self._kv.layers[layer].store(self._blocks(layer).rows, self._places, k, v)
 
     def prompt(self, layer: int, prefill: PrefillChunk, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention [t, heads, value width] of one prefill's queries [t, heads, D]."""
         if self._kernels is None:
             return self._gathered_prompt(layer, prefill, q, scores)
         pages = paged(q.shape[1], self._kv, layer, scores)
-        return prompt_by_kernel(self._kernels, q, prefill.blocks.numpy(), prefill.context, pages)
+        return prompt_by_kernel(
+            self._kernels, q, self._blocks(layer).by_sequence[prefill.number].numpy(), prefill.context, pages
+        )
 
     def single(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention [S, heads, value width] of the step's single queries [S, heads, D]."""
@@ -168,7 +209,7 @@ class StepAttention:
     def past(self, layer: int, prefill: PrefillChunk) -> torch.Tensor:
         """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D]."""
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = self._kv.layers[layer].read_keys(prefill.blocks[:needed])
+        pages = self._kv.layers[layer].read_keys(self._blocks(layer).by_sequence[prefill.number][:needed])
         return pages.transpose(0, 1).flatten(1, 2)[:, : prefill.context]
 
     def _gathered_prompt(
@@ -176,7 +217,9 @@ class StepAttention:
     ) -> torch.Tensor:
         begin = max(0, prefill.context - (prefill.after - prefill.first) + 1 - scores.window) // BLOCK_TOKENS
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = self._pages(layer, prefill.blocks[begin:needed])  # [n, kv_heads, 16, D] each
+        pages = self._pages(
+            layer, self._blocks(layer).by_sequence[prefill.number][begin:needed]
+        )  # [n, kv_heads, 16, D] each
         keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in pages)  # [1, kv_heads, n * 16, D]
         seen = prefill.context - begin * BLOCK_TOKENS
         return prompt_in_tiles(q, keys[:, :, :seen], values[:, :, :seen], scores)
@@ -191,31 +234,19 @@ class StepAttention:
         pages = paged(q.shape[1], self._kv, layer, scores)
         out = torch.empty((len(q), pages.heads, pages.value_dim), dtype=torch.float32)
         q = q.contiguous()
-        self._kernels.attend(q.data_ptr(), len(q), self._tables, self._contexts, pages, out.data_ptr())
+        tables = self._blocks(layer).tables
+        self._kernels.attend(q.data_ptr(), len(q), tables, self._contexts, pages, out.data_ptr())
         return out
 
     def _gathered(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention of single queries. The queries of one KV head's group form the query dimension."""
-        blocks, mask = self._gather_plan(scores.window)
+        blocks, mask = self._blocks(layer).gather_plan(scores.window)
         pages = self._pages(layer, blocks)  # [S, n, kv_heads, 16, D] each
         keys, values = (part.transpose(1, 2).flatten(2, 3) for part in pages)  # [S, kv_heads, n * 16, D]
         grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
         sinks = None if scores.sinks is None else scores.sinks.view(grouped.shape[1:3])
         mask = mask if sinks is None else pad(mask, (1, 0), value=True)
         return attend(grouped, keys, values, mask, scores, sinks).flatten(1, 2)
-
-    def _gather_plan(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the blocks [S, n] that windows of this size lie in, and the mask [S, 1, 1, n * 16] of tokens."""
-        if window not in self._plans:
-            first = np.maximum(self._contexts - window, 0) // BLOCK_TOKENS
-            count = int((-(-self._contexts // BLOCK_TOKENS) - first).max())
-            places = np.minimum(first[:, None] + np.arange(count), self._tables.shape[1] - 1)
-            tokens = first[:, None] * BLOCK_TOKENS + np.arange(count * BLOCK_TOKENS)
-            past = self._contexts[:, None] - 1 - tokens
-            mask = torch.from_numpy((past >= 0) & (past < window))[:, None, None]
-            blocks = torch.from_numpy(np.take_along_axis(self._tables, places, 1))
-            self._plans[window] = blocks.to(self._device), mask.to(self._device)
-        return self._plans[window]
 
 
 def prompt_by_kernel(
@@ -270,7 +301,7 @@ def paged(heads: int, kv: KVCache, layer: int, scores: AttentionScores) -> Paged
         scale=scores.scale,
         keys=keys.data_ptr(),
         values=pages.values.data_ptr(),
-        block_stride=kv.block_bytes,
+        block_stride=keys.stride(0) * keys.element_size(),
         head_stride=keys.stride(1) * keys.element_size(),
         window=scores.window,
         sinks=0 if scores.sinks is None else scores.sinks.data_ptr(),

@@ -5,6 +5,7 @@ Where every expert is in memory that is one kernel call for all layers; else, pe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from edgemoe.families.spec import AttentionHeads, BlockSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 from edgemoe.kernels.cpu.decode_step import HEAD, LAYER, STEP, WHOLE_STEP
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
-from edgemoe.model.attention import AttentionScores, block_tables, paged
+from edgemoe.model.attention import AttentionScores, paged, tables_and_contexts
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, SerialLayer
 from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
@@ -120,7 +121,10 @@ class FusedDecoder:
     def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
         """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
-        tables, contexts = block_tables(batch, list(range(tokens)))
+        rows = list(range(tokens))
+        tables, contexts = zip(
+            *(tables_and_contexts(each, batch.context_lens, rows) for each in batch.tables_by_kind), strict=True
+        )
         cos, sin = self._rope(batch.positions)
         residual = self._weights.embed.rows_at(batch.tokens)
         hidden = torch.empty((tokens, spec.hidden), dtype=DTYPES[spec.dtype])
@@ -129,7 +133,7 @@ class FusedDecoder:
         step["tokens"], step["delta"] = tokens, 0
         step["positions"], step["residual"] = batch.positions.data_ptr(), residual.data_ptr()
         step["cos"], step["sin"], step["hidden"] = cos.data_ptr(), sin.data_ptr(), hidden.data_ptr()
-        self._begin(tokens, tables, contexts, kv)
+        self._begin(tokens, tables, contexts[0], kv)
         if experts.places is not None:
             self._run(experts, experts.places, hidden, ids, weights)
             return self._logits(batch.logit_rows)
@@ -165,14 +169,18 @@ class FusedDecoder:
         self._mixed = mixed.float()
         self._call[DELTA] = self._mixed.data_ptr()
 
-    def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
-        """Writes the addresses of scratch memory, block tables and KV cache into the records."""
+    def _begin(
+        self, tokens: int, tables: Sequence[npt.NDArray[np.int64]], contexts: npt.NDArray[np.int64], kv: KVCache
+    ) -> None:
+        """Writes the addresses of scratch memory, both kinds of block tables, and KV cache into the records."""
         step, heads = self._step, self._heads
         if kv is not self._kv:
             self._kv, self._pages = kv, [paged(heads.count, kv, i, self._scores) for i in range(len(self._layers))]
             self._layers["keys"] = [pages.keys for pages in self._pages]
             self._layers["values"] = [pages.values for pages in self._pages]
-        attention = self._kernels.attention_record(tokens, tables, contexts, self._pages[0])
+            self._layers["block_stride"] = [pages.block_stride for pages in self._pages]
+        self._layers["tables"] = [tables[windowed].ctypes.data for windowed in kv.windowed]
+        attention = self._kernels.attention_record(tokens, tables[0], contexts, self._pages[0])
         attention["queries"] = self._queries
         attention["out"] = step["attended"]
         step["attention"] = attention.ctypes.data

@@ -85,14 +85,17 @@ def rows_for(tokens: int) -> int:
 
 
 class RowInputs:
-    """The inputs of one step of T rows: numbers of each row, then the rows' block tables, one after the other."""
+    """The inputs of one step of T rows: numbers of each row, then block tables of all rows, one after the other.
 
-    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
-        """Allocates room for at most `blocks` blocks a sequence."""
+    A row's table begins at the same place in each kind of layers.
+    """
+
+    def __init__(self, rows: int, blocks: int, kinds: int, device: torch.device) -> None:
+        """Allocates room for at most `blocks` blocks a sequence, in each of `kinds` kinds of layers."""
         self.rows, self._most = rows, rows * blocks
         head = len(FIELDS) * rows
-        self._there = torch.zeros(head + self._most, dtype=torch.int64, device=device)
-        here = torch.zeros(head + self._most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(head + kinds * self._most, dtype=torch.int64, device=device)
+        here = torch.zeros(head + kinds * self._most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._here, self._staged = here, here.numpy()
         self._fields: dict[str, npt.NDArray[np.int64]] = dict(
             zip(FIELDS, self._staged[:head].reshape(-1, rows), strict=True)
@@ -100,7 +103,7 @@ class RowInputs:
         self.tokens, self.positions, self.contexts, self.begins, self.reads, self.writes = self._there[:head].view(
             -1, rows
         )
-        self.tables = self._there[head:]
+        self.tables = self._there[head:].view(kinds, -1)
 
     def fits(self, batch: Batch) -> bool:
         """Returns whether the batch's block tables have room."""
@@ -108,23 +111,26 @@ class RowInputs:
 
     def fill(self, batch: Batch) -> None:
         """Copies a batch of at most T tokens, each of another sequence, to the GPU; does not wait for it."""
-        count, at, fields = len(batch.context_lens), len(FIELDS) * self.rows, self._fields
+        count, head, fields = len(batch.context_lens), len(FIELDS) * self.rows, self._fields
         fields["tokens"][:count], fields["positions"][:count] = (
             batch.tokens.numpy(force=True),
             batch.positions.numpy(force=True),
         )
         fields["contexts"][:count] = batch.context_lens
-        for row, (table, context) in enumerate(zip(batch.block_tables, batch.context_lens, strict=True)):
-            needed = -(-context // BLOCK_TOKENS)
-            self._staged[at : at + needed] = table[:needed]
-            fields["begins"][row] = at - len(FIELDS) * self.rows
-            at += needed
+        needed = [-(-context // BLOCK_TOKENS) for context in batch.context_lens]
+        ends = np.cumsum([0, *needed])
+        fields["begins"][:count] = ends[:-1]
+        for number, tables in enumerate(batch.tables_by_kind[: len(self.tables)]):
+            first = head + number * self._most
+            for table, blocks, at in zip(tables, needed, (first + ends).tolist(), strict=False):
+                self._staged[at : at + blocks] = table[:blocks]
         if batch.states:
             fields["reads"][:count] = [use.read for use in batch.states]
             fields["writes"][:count] = [use.writes[-1][1] for use in batch.states]
         for field in fields.values():
             field[count:] = field[0]
-        self._there[:at].copy_(self._here[:at], non_blocking=True)
+        for begin, after in ((0, head + int(ends[-1])), (head + self._most, head + self._most + int(ends[-1]))):
+            self._there[begin:after].copy_(self._here[begin:after], non_blocking=True)
 
 
 class RowAttention(StepAttention):
@@ -136,9 +142,17 @@ class RowAttention(StepAttention):
         self._kernels, self._kv, self._inputs, self._attention = None, kv, inputs, decode_attention
         self.prefills, self.single_rows = [], torch.arange(inputs.rows, device=kv.data.device)
         self.positions = inputs.positions
-        self.blocks = self._blocks = inputs.tables[inputs.begins + inputs.positions // BLOCK_TOKENS]
         self._places = inputs.positions % BLOCK_TOKENS
-        decode_attention.clear_begun(kv.data, self._blocks, inputs.positions)
+        self._rows = inputs.tables[:, inputs.begins + inputs.positions // BLOCK_TOKENS]
+        for rows, pool in zip(self._rows, (kv, kv.windows), strict=False):
+            if pool is not None and pool.block_bytes:
+                decode_attention.clear_begun(pool.data, rows, inputs.positions)
+
+    def blocks(self, layer: int) -> torch.Tensor:
+        return self._rows[int(self._kv.windowed[layer])]
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        self._kv.layers[layer].store(self.blocks(layer), self._places, k, v)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: AttentionScores
@@ -153,7 +167,8 @@ class RowAttention(StepAttention):
         lie = self._attention.PagedLayer(
             pages.keys, pages.values, key_scales, value_scales, scores.scale, window, scores.sinks
         )
-        return self._attention.decode_attention(q.contiguous(), lie, inputs.tables, inputs.begins, inputs.contexts)  # type: ignore[no-any-return]
+        tables = inputs.tables[int(self._kv.windowed[layer])]
+        return self._attention.decode_attention(q.contiguous(), lie, tables, inputs.begins, inputs.contexts)  # type: ignore[no-any-return]
 
 
 class RowExperts:
@@ -193,7 +208,7 @@ class DecodeRows:
         self._spec, self._weights, self._ropes, self._kv = spec, weights, ropes, kv
         device = kv.data.device
         most = min(kv.blocks, -(-spec.context_tokens // BLOCK_TOKENS))
-        self.inputs = RowInputs(rows, most, device)
+        self.inputs = RowInputs(rows, most, 1 if kv.windows is None else 2, device)
         self.experts = RowExperts(spec, slots, rows, device)
         self.logits = torch.empty((rows, spec.vocab), dtype=torch.float32, device=device)
 

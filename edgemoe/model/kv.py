@@ -1,4 +1,7 @@
-"""Keys and values in blocks of 16 tokens. A block holds all layers, so that it is copied as one run of bytes."""
+"""Keys and values in blocks of 16 tokens. A block holds all layers of its kind, and is copied as one run of bytes.
+
+Layers with windows are one kind, and all others another: the first kind has few blocks of each sequence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
     if torch.device(device).type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not size:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
@@ -172,26 +177,31 @@ def encode(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int8), largest / MOST
 
 
-class KVCache:
-    """Owns `data` [blocks, block_bytes] uint8; `layers` are views of it, as the layout says.
+class BlockPool:
+    """Owns `data` [blocks, block_bytes] uint8, the blocks of one kind of layers. Memory never grows."""
 
-    The block manager hands out blocks. Memory is allocated once and never grows. `states` are the states of layers
-    without attention.
-    """
+    def __init__(self, blocks: int, block_bytes: int, device: torch.device | str = "cpu") -> None:
+        self.data = zeros((blocks, block_bytes), torch.uint8, device)
 
-    def __init__(
-        self, layout: KVLayout, blocks: int, device: torch.device | str = "cpu", states: StateCache | None = None
-    ) -> None:
-        self.states = states
-        self.data = zeros((blocks, layout.block_bytes), torch.uint8, device)
-        self.layers = tuple(self._views(row) for row in layout.rows)
+    @property
+    def blocks(self) -> int:
+        return len(self.data)
 
-    @classmethod
-    def of(cls, spec: ModelSpec, blocks: int, state_slots: int, device: torch.device | str = "cpu") -> KVCache:
-        """Returns a model's cache with `blocks` blocks and, if the model has states, `state_slots` slots for them."""
-        return cls(spec.kv_layout, blocks, device, StateCache.of(spec, state_slots, device))
+    @property
+    def block_bytes(self) -> int:
+        return self.data.shape[1]
 
-    def _views(self, row: KVRow) -> LayerKV | CodedKV:
+    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Returns a copy of these blocks in host memory, one row each: [n, block_bytes] uint8."""
+        return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()
+
+    def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        """Writes rows that `gather` returned into these blocks."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        self.data.index_copy_(0, index, rows.to(self.data.device))
+
+    def views(self, row: KVRow) -> LayerKV | CodedKV:
+        """Returns the views of one layer."""
         between = row.offset + row.key_bytes
         if row.int8:
             return self._coded_views(row, between)
@@ -218,19 +228,42 @@ class KVCache:
         part = self.data[:, start:end].view(DTYPES[row.dtype])
         return part.view(len(self.data), row.kv_heads, BLOCK_TOKENS, width)
 
-    @property
-    def blocks(self) -> int:
-        return len(self.data)
 
-    @property
-    def block_bytes(self) -> int:
-        return self.data.stride(0)
+class KVCache(BlockPool):
+    """The blocks of layers that see all tokens, the `windows` of the others, and the `states` of those without either.
 
-    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Returns a copy of these blocks in host memory, one row each: [n, block_bytes] uint8."""
-        return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()
+    `layers` are views, as the layout says. The block manager hands out blocks.
+    """
 
-    def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
-        """Writes rows that `gather` returned into these blocks."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-        self.data.index_copy_(0, index, rows.to(self.data.device))
+    def __init__(
+        self,
+        layout: KVLayout,
+        blocks: int,
+        device: torch.device | str = "cpu",
+        states: StateCache | None = None,
+        window_blocks: int = 0,
+    ) -> None:
+        """Allocates `window_blocks` blocks for layers with windows; with 0, as many as for the other layers."""
+        super().__init__(blocks, layout.block_bytes, device)
+        self.states = states
+        self.windows = BlockPool(window_blocks or blocks, layout.window_block_bytes, device) if layout.window else None
+        self.windowed = tuple(row.windowed for row in layout.rows)
+        self.layers = tuple(self._pool(row).views(row) for row in layout.rows)
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        blocks: int,
+        state_slots: int,
+        device: torch.device | str = "cpu",
+        window_blocks: int = 0,
+    ) -> KVCache:
+        """Returns a model's cache with `blocks` blocks and, if the model has states, `state_slots` slots for them."""
+        return cls(spec.kv_layout, blocks, device, StateCache.of(spec, state_slots, device), window_blocks)
+
+    def _pool(self, row: KVRow) -> BlockPool:
+        if not row.windowed:
+            return self
+        assert self.windows is not None
+        return self.windows

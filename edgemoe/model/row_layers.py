@@ -26,8 +26,10 @@ from edgemoe.model.mamba import Mamba
 class RowPlaces(Protocol):
     """The attention of single tokens, and where their keys and values go."""
 
-    blocks: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
+
+    def blocks(self, layer: int) -> torch.Tensor:
+        """Returns the blocks [T] to which a layer's keys and values go."""
 
     def single(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
         """Returns the attention [T, heads, value width] of q [T, heads, key width]."""
@@ -102,7 +104,7 @@ def _attend(layer: SerialLayer, attention: DenseAttention, residual: torch.Tenso
     q = residual.new_empty((len(residual), heads.count, heads.dim), dtype=layer.dtype)
     angles = None if attention.rope is None else step.angles(attention.rope)
     pages = step.kv.layers[attention.number]
-    decode_dense.placed(given, how, angles, rows.blocks, rows.positions, pages, q)
+    decode_dense.placed(given, how, angles, rows.blocks(attention.number), rows.positions, pages, q)
     attended = rows.single(attention.number, q, attention.scores).flatten(1)
     if heads.output_gate:
         attended = attended * given[:, attention.ends[-1] * heads.dim :].sigmoid().to(layer.dtype)
@@ -125,7 +127,8 @@ def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: to
         given = product(given, attention.query.rows, attention.query_norm, None, dtype)
     q = residual.new_empty((count, heads.count, heads.rank + heads.dim), dtype=dtype)
     lines = step.kv.layers[attention.number].keys
-    decode_latent.placed(given, latent, how, step.angles(attention.rope), rows.blocks, rows.positions, lines, q)
+    blocks = rows.blocks(attention.number)
+    decode_latent.placed(given, latent, how, step.angles(attention.rope), blocks, rows.positions, lines, q)
     decode_latent.multiplied_by_head(given.view(count, heads.count, heads.key), attention.keys, q)
     means = rows.single(attention.number, q, attention.scores)
     values = residual.new_empty((count, heads.count, heads.value), dtype=dtype)

@@ -104,6 +104,13 @@ class Batch:
     logit_rows: torch.Tensor  # [R] int64, the rows of T whose logits are wanted
     decode: bool  # every sequence contributes one token
     states: Sequence[StateUse]  # [S], empty where the model has no states
+    window_tables: Sequence[Sequence[int]] = ()
+    """[S][blocks] the same for layers with windows; empty where their blocks have the same ids."""
+
+    @property
+    def tables_by_kind(self) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+        """Returns the block tables of layers that see all tokens, and of layers with windows."""
+        return self.block_tables, self.window_tables or self.block_tables
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch with its tensors on `device`."""

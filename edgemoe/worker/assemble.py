@@ -281,18 +281,15 @@ def _engine(
     emit: Emit,
     watchers: StepObservers,
 ) -> Engine:
-    spec, on_gpu = decoder.spec, decoder.device.type == "cuda"
-    signature_bytes = spec.geometry.layers * spec.geometry.experts
-    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + signature_bytes
-    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else budgets.kv_swap_bytes)) // block_bytes
-    if not kv_blocks:
+    spec, blocks, windows = decoder.spec, budgets.kv_blocks, budgets.window_blocks
+    if not blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
-    cache = KVCache.of(spec, kv_blocks, budgets.state_slots, decoder.device)
+    cache = KVCache.of(spec, blocks, budgets.state_slots, decoder.device, windows)
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        ServingBudget(kv_blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s),
+        ServingBudget(blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s, windows),
         emit,
         watchers=watchers,
     )
@@ -309,7 +306,7 @@ def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
 
 def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
     """Returns the sizes that budgets depend on; `dense_bytes` is the size of the file of dense weights."""
-    experts = spec.geometry
+    experts, layout = spec.geometry, spec.kv_layout
     return ModelNeeds(
         dense_bytes=dense_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
@@ -317,4 +314,6 @@ def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
         context_tokens=spec.context_tokens,
         state_bytes=spec.state_bytes,
         decoded_bytes=decoded_bytes(spec),
+        window=layout.window,
+        window_block_bytes=layout.window_block_bytes,
     )

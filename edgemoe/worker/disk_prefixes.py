@@ -19,6 +19,7 @@ from edgemoe.engine.engine import Engine
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.ipc.messages import Submit
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.request import Emission
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.prefix_files import ByteArray, EntryName, PrefixFiles
@@ -40,6 +41,7 @@ class _Running:
 
     attempt: int
     salt: bytes
+    prompt_tokens: int
     tokens: list[int]
 
 
@@ -68,7 +70,7 @@ class DiskPrefixes:
     def accept(self, message: Submit) -> None:
         """Submits a request, at once or after its blocks have been restored."""
         request = message.request
-        running = _Running(message.attempt, request.salt, [*request.prompt, *message.emitted])
+        running = _Running(message.attempt, request.salt, len(request.prompt), [*request.prompt, *message.emitted])
         self._running[request.id] = running
         if self._tasks is None or len(self._turns) >= MOST_WAITING or not self._may_restore(running):
             self._submit(message)
@@ -131,13 +133,19 @@ class DiskPrefixes:
                 log.warning("KV blocks were not saved", extra={"why": str(error)})
 
     def _save(self, running: _Running) -> int:
-        keys = self._engine.prefixes.keys(running.tokens, running.salt)
-        keys = keys[: self._engine.prefixes.known(keys)]
-        wanted: list[EntryName] = [(key, False) for key in keys if not self._files.has((key, False))]
+        prefixes = self._engine.prefixes
+        keys = prefixes.keys(running.tokens, running.salt)
+        keys = keys[: prefixes.known(keys)]
+        wanted: list[EntryName] = [(key, EntryKind.BLOCK) for key in keys]
+        wanted = [name for name in wanted if not self._files.has(name)]
         if len(wanted) < LEAST_BLOCKS:
             return 0
-        states = (key for key in reversed(keys) if self._engine.prefixes.has(key, state=True))
-        return self._files.save([*wanted, *((key, True) for key in islice(states, SAVED_STATES))], self._read)
+        ends = {prefixes.with_window(keys[:count]) for count in (running.prompt_tokens // BLOCK_TOKENS, len(keys))}
+        windows = sorted({place for end in ends for place in prefixes.needed_windows(end)})
+        states = (key for key in reversed(keys) if prefixes.has(key, EntryKind.STATE))
+        wanted += ((keys[place], EntryKind.WINDOW) for place in windows)
+        wanted += ((key, EntryKind.STATE) for key in islice(states, SAVED_STATES))
+        return self._files.save(wanted, self._read)
 
     def _read(self, name: EntryName) -> ByteArray | None:
         found = self._engine.prefixes.read(*name)
@@ -148,7 +156,7 @@ class DiskPrefixes:
         prefixes = self._engine.prefixes
         keys = prefixes.keys(running.tokens[: LEAST_BLOCKS * BLOCK_TOKENS + 1], running.salt)
         here = prefixes.known(keys)
-        return len(keys) == LEAST_BLOCKS and (here == LEAST_BLOCKS or self._files.has((keys[here], False)))
+        return len(keys) == LEAST_BLOCKS and (here == LEAST_BLOCKS or self._files.has((keys[here], EntryKind.BLOCK)))
 
     async def _restore_first(self, message: Submit, running: _Running) -> None:
         """Restores the blocks of a request when its principal's turn comes, and submits it unless it was cancelled."""
@@ -169,10 +177,10 @@ class DiskPrefixes:
         began_s, prefixes = time.monotonic(), self._engine.prefixes
         keys = prefixes.keys(running.tokens, running.salt)
         here = prefixes.known(keys)
+        usable = prefixes.with_window(keys[:here])
         keys = keys[: here + self._files.run_length(keys, here)]
-        if prefixes.state_bytes:
-            keys = keys[: self._last_state(keys)]
-        if len(keys) - here < LEAST_BLOCKS:
+        keys = keys[: self._last_start(keys)]
+        if len(keys) - usable < LEAST_BLOCKS:
             return
         while here < len(keys) and time.monotonic() - began_s < RESTORE_S:
             after, whole = self._restore_batch(keys, here)
@@ -180,14 +188,17 @@ class DiskPrefixes:
             if not whole:
                 keys = keys[: max(here, after)]
             here = after
+        keys = keys[: self._last_start(keys)]
+        self._restore_windows(keys)
         self._restore_state(keys)
-        self._files.touch([(key, False) for key in reversed(keys)])
+        self._files.touch([(key, EntryKind.BLOCK) for key in reversed(keys)])
         self.figures.restore_seconds += time.monotonic() - began_s
 
     def _restore_batch(self, keys: Sequence[bytes], first: int) -> tuple[int, bool]:
         """Restores blocks from `first` on. Returns how many leading keys are in memory then, and whether all came."""
         prefixes = self._engine.prefixes
-        names = [(key, False) for key in keys[first : first + max(1, BATCH_BYTES // prefixes.block_bytes)]]
+        most = max(1, BATCH_BYTES // prefixes.entry_bytes[EntryKind.BLOCK])
+        names = [(key, EntryKind.BLOCK) for key in keys[first : first + most]]
         entries: list[ByteArray] = []
         for name in names:
             if (entry := self._files.read(name)) is None:
@@ -196,15 +207,39 @@ class DiskPrefixes:
         after = self._engine.loop.ask(lambda: prefixes.take_in_run(keys, first, entries)).result(STEP_S)
         return after, after >= first + len(names)
 
-    def _last_state(self, keys: Sequence[bytes]) -> int:
-        """Returns after how many blocks the last state is known, in memory or on disk; 0 for none."""
-        has = self._engine.prefixes.has
-        known = (n for n in range(len(keys), 0, -1) if self._files.has((keys[n - 1], True)) or has(keys[n - 1], True))
-        return next(known, 0)
+    def _last_start(self, keys: Sequence[bytes]) -> int:
+        """Returns after how many blocks window and state are known, in memory or on disk, as many as possible."""
+        count, before = len(keys), -1
+        while count != before:
+            before = count
+            if self._engine.prefixes.entry_bytes[EntryKind.STATE]:
+                places = range(count, 0, -1)
+                count = next((n for n in places if self._is_known(keys[n - 1], EntryKind.STATE)), 0)
+            count = self._engine.prefixes.with_window(
+                keys[:count], lambda key: self._files.has((key, EntryKind.WINDOW))
+            )
+        return count
+
+    def _is_known(self, key: bytes, kind: EntryKind) -> bool:
+        return self._files.has((key, kind)) or self._engine.prefixes.has(key, kind)
+
+    def _restore_windows(self, keys: Sequence[bytes]) -> None:
+        prefixes, size = self._engine.prefixes, self._engine.prefixes.entry_bytes[EntryKind.WINDOW]
+        missing = [n for n in prefixes.needed_windows(len(keys)) if not prefixes.has(keys[n], EntryKind.WINDOW)]
+        most = max(1, BATCH_BYTES // size) if missing else 1
+        for first in range(0, len(missing), most):
+            read = [(n, self._files.read((keys[n], EntryKind.WINDOW))) for n in missing[first : first + most]]
+            there = [(keys[: n + 1], data) for n, data in read if data is not None]
+            self._take_in(there, EntryKind.WINDOW)
 
     def _restore_state(self, keys: Sequence[bytes]) -> None:
         prefixes = self._engine.prefixes
-        if not keys or not prefixes.state_bytes or prefixes.has(keys[-1], state=True):
+        if not keys or not prefixes.entry_bytes[EntryKind.STATE] or prefixes.has(keys[-1], EntryKind.STATE):
             return
-        if (data := self._files.read((keys[-1], True))) is not None:
-            self._engine.loop.ask(lambda: prefixes.take_in(keys, data, state=True)).result(STEP_S)
+        if (data := self._files.read((keys[-1], EntryKind.STATE))) is not None:
+            self._take_in([(keys, data)], EntryKind.STATE)
+
+    def _take_in(self, entries: Sequence[tuple[Sequence[bytes], ByteArray]], kind: EntryKind) -> None:
+        """Stores entries between two steps."""
+        take_in = self._engine.prefixes.take_in
+        self._engine.loop.ask(lambda: [take_in(keys, data, kind) for keys, data in entries]).result(STEP_S)

@@ -20,6 +20,7 @@ from edgemoe.ipc.messages import FetchPrefixKV, FromEngine, LastChunkStarted, Pr
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.expert_signatures import ExpertSignature
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
@@ -83,17 +84,17 @@ class SharedPrefixes:
         """Serves the prefix cache of the model with that digest."""
         self._engine, self._prefixes = engine, engine.prefixes
         self.encoding = self._prefixes.encoding(model)
-        self.block_bytes, self.state_bytes = self._prefixes.block_bytes, self._prefixes.state_bytes
+        self.entry_bytes, self.needed_windows = self._prefixes.entry_bytes, self._prefixes.needed_windows
 
-    def has(self, key: bytes, state: bool) -> bool:
-        return self._prefixes.has(key, state)
+    def has(self, key: bytes, kind: EntryKind) -> bool:
+        return self._prefixes.has(key, kind)
 
-    def read(self, key: bytes, state: bool) -> CopiedPrefix | None:
-        found = self._prefixes.read(key, state)
+    def read(self, key: bytes, kind: EntryKind) -> CopiedPrefix | None:
+        found = self._prefixes.read(key, kind)
         return None if found is None else CopiedPrefix(*found)
 
-    async def take_in(self, keys: Sequence[bytes], data: npt.NDArray[np.uint8], state: bool) -> bool:
-        return await asyncio.wrap_future(self._engine.loop.ask(lambda: self._prefixes.take_in(keys, data, state)))
+    async def take_in(self, keys: Sequence[bytes], data: npt.NDArray[np.uint8], kind: EntryKind) -> bool:
+        return await asyncio.wrap_future(self._engine.loop.ask(lambda: self._prefixes.take_in(keys, data, kind)))
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +177,8 @@ class PrefixFetches:
         except Exception:  # one transfer that is wrong costs that transfer
             why = "failed"
             log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
-        return self._engine.prefixes.known(kept), why
+        prefixes = self._engine.prefixes
+        return prefixes.with_window(kept[: prefixes.known(kept)]), why
 
     def _answer(self, message: FetchPrefixKV, blocks: int, why: str) -> None:
         self._post(PrefixKVFetched(request=message.request, attempt=message.attempt, blocks=blocks, why=why))

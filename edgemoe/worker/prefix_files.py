@@ -1,4 +1,4 @@
-"""Keeps blocks and states of the prefix cache in files, across restarts.
+"""Keeps blocks, windows and states of the prefix cache in files, across restarts.
 
 A file holds the new blocks of one request, in order, and is never changed. Its table has each entry's key and digest.
 Files lie in a folder for each model and layout; the least recently used files of all models are deleted first.
@@ -10,7 +10,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +20,15 @@ import numpy.typing as npt
 import xxhash
 
 from edgemoe.durable import NewFile, make_folder, open_kept, remove_file, write_all
+from edgemoe.types.prefix_entries import EntryKind
 
 log = logging.getLogger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
-EntryName = tuple[bytes, bool]  # a block's key, and whether the entry is the state after it
+EntryName = tuple[bytes, EntryKind]  # a block's key
 MAGIC = b"edgemoe-kv-1\0\0\0\0"
 HEADER = struct.Struct("<16sIIQQ")  # magic, entries, places in the table, bytes of a block, bytes of a state
-ENTRY = struct.Struct("<16s?16s")  # key, whether it is a state, xxh3-128
+ENTRY = struct.Struct("<16sB16s")  # key, kind, xxh3-128
 DIGEST_BYTES = 16  # of header and table, behind them
 ALIGNMENT = 4096
 MOST_ENTRIES = 1 << 17
@@ -47,17 +48,18 @@ class SavedEntry(NamedTuple):
 class _Table:
     """The table of one file, and where its data begin."""
 
-    entries: Sequence[tuple[bytes, bool, bytes]]
+    entries: Sequence[tuple[bytes, EntryKind, bytes]]
     data_offset: int
 
 
 class PrefixFiles:
     """Owns a folder of one model's files. One thread may save while others read."""
 
-    def __init__(self, root: Path, encoding: str, most_bytes: int, block_bytes: int, state_bytes: int) -> None:
+    def __init__(self, root: Path, encoding: str, most_bytes: int, entry_bytes: Mapping[EntryKind, int]) -> None:
         """Keeps at most `most_bytes` in `root`, which other models' folders share."""
         self._root, self._folder, self._most_bytes = root, root / encoding, most_bytes
-        self._sizes = (block_bytes, state_bytes)
+        self._sizes = entry_bytes
+        self._header = (entry_bytes[EntryKind.BLOCK], entry_bytes[EntryKind.STATE])
         self._entries: dict[EntryName, SavedEntry] = {}
         self._lock = threading.Lock()
         self.corrupt = 0  # files that were deleted because they could not be read
@@ -79,7 +81,7 @@ class PrefixFiles:
     def run_length(self, keys: Sequence[bytes], first: int) -> int:
         """Returns how many of `keys` have their blocks on disk, from `first` on without a gap."""
         at = first
-        while at < len(keys) and (keys[at], False) in self._entries:
+        while at < len(keys) and (keys[at], EntryKind.BLOCK) in self._entries:
             at += 1
         return at - first
 
@@ -114,28 +116,28 @@ class PrefixFiles:
         Makes room first. Raises OSError.
         """
         wanted = [name for name in names if name not in self._entries][:MOST_ENTRIES]
-        while wanted and sum(self._sizes[state] for _, state in wanted) > self._most_bytes * LARGEST_SHARE:
+        while wanted and sum(self._sizes[kind] for _, kind in wanted) > self._most_bytes * LARGEST_SHARE:
             wanted.pop()
         if not wanted:
             return 0
-        need_bytes = _data_offset(len(wanted)) + sum(self._sizes[state] for _, state in wanted)
+        need_bytes = _data_offset(len(wanted)) + sum(self._sizes[kind] for _, kind in wanted)
         self._make_room(need_bytes)
         path = self._folder / f"{wanted[0][0].hex()}-{len(wanted)}{SUFFIX}"
         with NewFile(path) as file:
             os.lseek(file.fd, _data_offset(len(wanted)), os.SEEK_SET)
-            written: list[tuple[bytes, bool, bytes]] = []
-            for key, state in wanted:
-                if (data := read((key, state))) is None:
+            written: list[tuple[bytes, EntryKind, bytes]] = []
+            for key, kind in wanted:
+                if (data := read((key, kind))) is None:
                     break
                 write_all(file.fd, data.data)
-                written.append((key, state, xxhash.xxh3_128_digest(data.data)))
+                written.append((key, kind, xxhash.xxh3_128_digest(data.data)))
             if not written:
                 return 0
-            _write_table(file.fd, written, len(wanted), self._sizes)
+            _write_table(file.fd, written, len(wanted), self._header)
             file.put_in_place()
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # experts need the page cache more
         self._index(path, _Table(written, _data_offset(len(wanted))))
-        return sum(self._sizes[state] for _, state, _ in written)
+        return sum(self._sizes[kind] for _, kind, _ in written)
 
     def remove_all(self) -> None:
         """Deletes all files of this model."""
@@ -156,13 +158,14 @@ class PrefixFiles:
         fd = open_kept(path, writable=False)
         try:
             magic, count, places, *sizes = HEADER.unpack(_exactly(fd, HEADER.size, 0))
-            if magic != MAGIC or tuple(sizes) != self._sizes or not 0 < count <= places <= MOST_ENTRIES:
+            if magic != MAGIC or tuple(sizes) != self._header or not 0 < count <= places <= MOST_ENTRIES:
                 raise ValueError("it is no file of this model's blocks")
             told = _exactly(fd, HEADER.size + ENTRY.size * count + DIGEST_BYTES, 0)
             if xxhash.xxh3_128_digest(told[:-DIGEST_BYTES]) != told[-DIGEST_BYTES:]:
                 raise ValueError("its table is damaged")
-            table = _Table(list(ENTRY.iter_unpack(told[HEADER.size : -DIGEST_BYTES])), _data_offset(places))
-            if os.fstat(fd).st_size < table.data_offset + sum(self._sizes[state] for _, state, _ in table.entries):
+            entries = ENTRY.iter_unpack(told[HEADER.size : -DIGEST_BYTES])
+            table = _Table([(key, EntryKind(kind), digest) for key, kind, digest in entries], _data_offset(places))
+            if os.fstat(fd).st_size < table.data_offset + sum(self._sizes[kind] for _, kind, _ in table.entries):
                 raise ValueError("it is too short")
             return table
         finally:
@@ -171,9 +174,9 @@ class PrefixFiles:
     def _index(self, path: Path, table: _Table) -> None:
         offset = table.data_offset
         with self._lock:
-            for key, state, digest in table.entries:
-                self._entries[key, state] = SavedEntry(path, offset, digest)
-                offset += self._sizes[state]
+            for key, kind, digest in table.entries:
+                self._entries[key, kind] = SavedEntry(path, offset, digest)
+                offset += self._sizes[kind]
 
     def _forget(self, path: Path) -> None:
         with self._lock:
@@ -225,7 +228,9 @@ def _data_offset(places: int) -> int:
     return -(-(HEADER.size + ENTRY.size * places + DIGEST_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
-def _write_table(fd: int, entries: Sequence[tuple[bytes, bool, bytes]], places: int, sizes: tuple[int, int]) -> None:
+def _write_table(
+    fd: int, entries: Sequence[tuple[bytes, EntryKind, bytes]], places: int, sizes: tuple[int, int]
+) -> None:
     told = HEADER.pack(MAGIC, len(entries), places, *sizes) + b"".join(ENTRY.pack(*entry) for entry in entries)
     os.lseek(fd, 0, os.SEEK_SET)
     write_all(fd, told + xxhash.xxh3_128_digest(told))

@@ -322,7 +322,7 @@ def _open_files(assembly: Assembly) -> PrefixFiles:
     prefixes, settings = assembly.engine.prefixes, assembly.settings
     root, most_bytes = Path(settings.model.store_dir).expanduser() / KV_FOLDER, settings.memory.kv_disk_bytes
     encoding = prefixes.encoding(assembly.model.digest)
-    files = PrefixFiles(root, encoding, most_bytes, prefixes.block_bytes, prefixes.state_bytes)
+    files = PrefixFiles(root, encoding, most_bytes, prefixes.entry_bytes)
     try:
         files.open()
     except OSError as error:

@@ -10,6 +10,8 @@ from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSetting
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Gpu, Machine
+from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.windows import least_blocks
 
 GIB = 1 << 30
 EXPERTS = ExpertGeometry(layers=20, experts=100, top_k=8, hidden=1000, width=833, dtype="bfloat16")  # of 5 MB each
@@ -187,3 +189,25 @@ def test_a_limit_bounds_what_a_gpu_gives() -> None:
     limited = Settings(device=(DeviceSettings(kind="cuda:0", limit_bytes=4 * GIB),))
     found = resolve_budgets(limited, GPU_HOST, NEEDS)
     assert found.dense_bytes + found.kv_bytes + found.devices[0].expert_bytes <= 4 * GIB
+
+
+@pytest.mark.parametrize("machine", [HOST, GPU_HOST])
+@pytest.mark.parametrize("kv_mib", [0, 40, 100, 300, 1000, 4000])
+@pytest.mark.parametrize("window", [20, 128, 1024, 4096])
+def test_both_kinds_of_blocks_share_the_memory_of_keys_and_values(machine: Machine, kv_mib: int, window: int) -> None:
+    needs = dataclasses.replace(NEEDS, kv_bytes_per_token=1 << 14, window=window, window_block_bytes=1 << 17)
+    least = 2 * needs.block_bytes + least_blocks(window) * needs.window_block_bytes
+    wanted = settings(kv_bytes=kv_mib << 20, headroom_bytes=12 * GIB)
+    if 0 < kv_mib << 20 < least:
+        with pytest.raises(CapacityError, match=r"memory\.kv_bytes"):
+            resolve_budgets(wanted, machine, needs)
+        return
+    found = resolve_budgets(wanted, machine, needs)
+    kept = found.kv_bytes - (0 if machine.gpus else found.kv_swap_bytes)
+    used = found.kv_blocks * needs.block_bytes + found.window_blocks * needs.window_block_bytes
+    assert used <= kept < used + needs.block_bytes
+    assert found.window_blocks >= least_blocks(window)
+    assert found.context_tokens == min(8192, found.kv_blocks * BLOCK_TOKENS)
+    step_bytes = wanted.engine.step_tokens // BLOCK_TOKENS * needs.window_block_bytes
+    if kept > needs.held_bytes(8192) + 2 * needs.window_block_bytes + step_bytes:
+        assert found.context_tokens == 8192

@@ -12,6 +12,8 @@ import pytest
 from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
 
+from edgemoe.types.prefix_entries import EntryKind
+
 LENGTH, TOKENS = 70, 24  # four whole blocks
 
 
@@ -30,15 +32,18 @@ def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive
 
 
 def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
-    """Copies `blocks` leading blocks, and a state if the model has any. Returns the number of blocks that arrived."""
+    """Copies `blocks` leading blocks, and window and state if there are such. Returns how many blocks arrived."""
     giving, taking = source.engine.prefixes, target.engine.prefixes
     keys = taking.keys(prompt(LENGTH, 1, 96), b"")[:blocks]
     for n in range(len(keys)):
-        entry = giving.read(keys[n], state=False)
-        if entry is None or not taking.take_in(keys[: n + 1], entry.data, state=False):
+        entry = giving.read(keys[n], EntryKind.BLOCK)
+        if entry is None or not taking.take_in(keys[: n + 1], entry.data, EntryKind.BLOCK):
             break
-    if keys and (state := giving.read(keys[-1], state=True)) is not None:
-        assert taking.take_in(keys, state.data, state=True)
+    for n in taking.needed_windows(taking.known(keys)):
+        if (window := giving.read(keys[n], EntryKind.WINDOW)) is not None:
+            assert taking.take_in(keys[: n + 1], window.data, EntryKind.WINDOW)
+    if keys and (state := giving.read(keys[-1], EntryKind.STATE)) is not None:
+        assert taking.take_in(keys, state.data, EntryKind.STATE)
     target.engine.check_integrity()
     return taking.known(keys)
 
@@ -51,7 +56,7 @@ def test_reusable_prefixes_are_whole_blocks_without_the_last_token(tokens: int, 
 def test_the_tokens_are_the_same_after_a_hand_over_at_any_block_and_any_token(make: Callable[[], Model]) -> None:
     source = asked(make())
     whole = source.tokens()
-    has_states = source.engine.prefixes.state_bytes > 0
+    has_states = source.engine.prefixes.entry_bytes[EntryKind.STATE] > 0
     for blocks in range(5):
         for emitted in (0, 1, 17):
             target = Drive(model=make())
@@ -79,11 +84,11 @@ def test_signatures_come_with_the_blocks() -> None:
 def test_a_block_whose_parent_is_not_here_is_not_taken_in() -> None:
     source, target = asked(plain_model()), Drive()
     keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96), b"")
-    entry = source.engine.prefixes.read(keys[1], state=False)
+    entry = source.engine.prefixes.read(keys[1], EntryKind.BLOCK)
     assert entry is not None
-    assert not target.engine.prefixes.take_in(keys[:2], entry.data, state=False)
+    assert not target.engine.prefixes.take_in(keys[:2], entry.data, EntryKind.BLOCK)
     assert target.engine.prefixes.known(keys) == 0
-    assert target.engine.prefixes.read(keys[1], state=False) is None
+    assert target.engine.prefixes.read(keys[1], EntryKind.BLOCK) is None
 
 
 def test_no_room_means_fewer_blocks_and_the_same_tokens(make: Callable[[], Model]) -> None:
@@ -118,7 +123,7 @@ def test_imported_blocks_are_reused_in_an_order_that_keeps_ancestors() -> None:
 def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
     source = asked(plain_model(), drive=Drive(blocks=8))
     (key, *_) = source.engine.prefixes.keys(prompt(LENGTH, 1, 96), b"")
-    before = source.engine.prefixes.read(key, state=False)
+    before = source.engine.prefixes.read(key, EntryKind.BLOCK)
     assert before is not None
     cache = source.engine.runner._model.kv
     gather = cache.gather
@@ -130,10 +135,10 @@ def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: p
         return copied
 
     monkeypatch.setattr(cache, "gather", meanwhile)
-    assert source.engine.prefixes.read(key, state=False) is None
+    assert source.engine.prefixes.read(key, EntryKind.BLOCK) is None
     monkeypatch.undo()
     asked(source.model, "again", drive=source)
-    after = source.engine.prefixes.read(key, state=False)
+    after = source.engine.prefixes.read(key, EntryKind.BLOCK)
     assert after is not None
     assert after.generation > before.generation
 
@@ -141,9 +146,9 @@ def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: p
 def test_another_model_or_encoding_has_another_digest(tmp_path: Path) -> None:
     digests = [Drive().engine.prefixes.encoding("b")]
     for kind in KV_KINDS:
-        with kv_kind(kind, tmp_path) as make:
+        with kv_kind(kind, tmp_path / kind) as make:
             digests.append(Drive(model=make()).engine.prefixes.encoding("a"))
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 1 + len(KV_KINDS)
     assert digests[1] == Drive().engine.prefixes.encoding("a")
 
 

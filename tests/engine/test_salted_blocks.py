@@ -8,6 +8,8 @@ import pytest
 from support.engine_kit import Drive, Model, plain_model, prompt
 from support.states_kit import stateful_model
 
+from edgemoe.types.prefix_entries import EntryKind
+
 LENGTH, TOKENS = 70, 24  # four whole blocks
 TEXT = prompt(LENGTH, 1, 96)
 BOB, MALLORY = b"b" * 16, b"m" * 16
@@ -32,11 +34,14 @@ def copied(source: Drive, target: Drive, salt: bytes) -> int:
     giving, taking = source.engine.prefixes, target.engine.prefixes
     keys = taking.keys(TEXT, salt)
     for n, key in enumerate(keys):
-        entry = giving.read(key, state=False)
-        if entry is None or not taking.take_in(keys[: n + 1], entry.data, state=False):
+        entry = giving.read(key, EntryKind.BLOCK)
+        if entry is None or not taking.take_in(keys[: n + 1], entry.data, EntryKind.BLOCK):
             break
-    if (state := giving.read(keys[-1], state=True)) is not None:
-        assert taking.take_in(keys, state.data, state=True)
+    for n in taking.needed_windows(taking.known(keys)):
+        if (window := giving.read(keys[n], EntryKind.WINDOW)) is not None:
+            assert taking.take_in(keys[: n + 1], window.data, EntryKind.WINDOW)
+    if (state := giving.read(keys[-1], EntryKind.STATE)) is not None:
+        assert taking.take_in(keys, state.data, EntryKind.STATE)
     return taking.known(keys)
 
 
@@ -103,11 +108,11 @@ def test_blocks_that_were_fetched_for_one_request_and_those_behind_them_serve_no
     assert shared[:own] == kept[:own]
     assert set(shared[own:]).isdisjoint(kept[own:])
     for n in range(own, len(shared)):
-        entry = giving.read(shared[n], state=False)
+        entry = giving.read(shared[n], EntryKind.BLOCK)
         assert entry is not None
-        assert taking.take_in(kept[: n + 1], entry.data, state=False)
-    if (state := giving.read(shared[-1], state=True)) is not None:
-        assert taking.take_in(kept, state.data, state=True)
+        assert taking.take_in(kept[: n + 1], entry.data, EntryKind.BLOCK)
+    if (state := giving.read(shared[-1], EntryKind.STATE)) is not None:
+        assert taking.take_in(kept, state.data, EntryKind.STATE)
     target.submit(TEXT, "it", salt=BOB, private_salt=b"only for this one", max_tokens=TOKENS)
     target.run()
     hits = {one.cached_tokens for one in target.emitted if one.request == "it"}

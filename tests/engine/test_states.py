@@ -254,8 +254,9 @@ class BlocksAndStates(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.slots: list[tuple[int, ...]] = [()] * 12
+        self.slot_bytes = 1
         self.blocks = BlockManager(12, LAYERS, EXPERTS, states=StateSlots(12, 3))
-        self.kv_swap._blocks, self.kv_swap._states, self.kv_swap._state_size = self.blocks, self, 1
+        self.kv_swap._blocks, self.kv_swap._states = self.blocks, self
 
     def gather(self, slots: list[int]) -> Any:
         return [self.slots[slot] for slot in slots]

@@ -182,3 +182,15 @@ def test_the_factor_of_gemmas_embedding_is_rounded_as_torch_rounds(dtype: str) -
         rounded = torch.tensor(hidden**0.5, dtype=torch.float64).to(torch.float32).to(getattr(torch, dtype))
         found = root_of_hidden({"hidden_size": hidden, "dtype": dtype})
         assert (rounded.item() if dtype == "bfloat16" else hidden**0.5) == found, hidden
+
+
+@pytest.mark.parametrize("tokens", [32768, 131072])
+@pytest.mark.parametrize("config", [GPT_OSS, GEMMA], ids=["gpt_oss", "gemma"])
+def test_layers_with_windows_keep_little_more_than_these(config: dict[str, Any], tokens: int) -> None:
+    spec = spec_from_config(config)
+    needed = 0
+    for each in spec.attention:
+        seen = min(tokens, each.heads.window or tokens)
+        needed += seen * 2 * spec.dtype_bytes * each.heads.kv_count * each.heads.dim
+    held = spec.kv_layout.held_bytes(tokens)
+    assert needed < held < 1.05 * needed

@@ -50,6 +50,7 @@ class PlainCache:
     """Keys and values of all layers in blocks."""
 
     states: Any = None
+    windows: Any = None
 
     def __init__(self, blocks: int) -> None:
         shape = (blocks, SPEC.layers, 2, BLOCK_TOKENS, HEADS.kv_count, HEADS.dim)
@@ -179,7 +180,10 @@ def tried(grammar: str) -> GrammarTrial:
 
 
 class Drive:
-    """An engine that the test steps, with a clock that the test moves."""
+    """An engine that the test steps, with a clock that the test moves.
+
+    With `keep_all`, layers with windows keep all tokens, too.
+    """
 
     def __init__(
         self,
@@ -190,18 +194,21 @@ class Drive:
         observe: Callable[[StepRouting], None] | None = None,
         expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None,
         output_reserve: float = OUTPUT_RESERVE,
+        window_blocks: int = 0,
+        keep_all: bool = False,
         **settings: Any,
     ) -> None:
         self.now_s = 0.0
         self.emitted: list[Emission] = []
         self.model = model = model or plain_model()
         chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, "drafts": "off", **settings}
-        cache = model.cache(blocks)
+        cache = model.cache(blocks, window_blocks=window_blocks) if window_blocks else model.cache(blocks)
+        in_windows = cache.windows.blocks if cache.windows is not None and not keep_all else 0
         slots = 0 if cache.states is None else len(cache.states.data)
         self.engine = Engine(
             LoadedModel(model.spec, model.decoder, model.experts, cache, torch.device("cpu"), grammars),
             EngineSettings(**chosen),
-            ServingBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
+            ServingBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s, in_windows),
             self.emitted.extend,
             clock=lambda: self.now_s,
             watchers=StepObservers(observe, expect),

@@ -19,6 +19,7 @@ from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.types.experts import SILU, Activation
 from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
+from edgemoe.types.windows import first_kept
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -427,6 +428,8 @@ class Session:
 
     def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
         self._tiny, self.kv, self.device = tiny, KVCache.of(tiny.spec, blocks, 4 * sequences + 2), "cpu"
+        self._windows: list[list[int]] = [[] for _ in range(sequences)]
+        self._free_windows = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(1)).add(1).tolist()
         self._slots = [0] * sequences
         self._free_slots = list(range(1, 4 * sequences + 2)) if tiny.spec.state_layers else []
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
@@ -441,6 +444,7 @@ class Session:
             self._lengths[s] += len(chunk)
             while len(self._tables[s]) * BLOCK_TOKENS < self._lengths[s]:
                 self._tables[s].append(self._free.pop())
+                self._windows[s].append(self._free_windows.pop())
         present = [s for s, chunk in enumerate(chunks) if chunk]
         batch = Batch(
             tokens=torch.tensor([token for chunk in chunks for token in chunk], device=self.device),
@@ -453,8 +457,20 @@ class Session:
             ),
             decode=all(len(chunks[s]) == 1 for s in present),
             states=[self._next_state(s, len(chunks[s])) for s in present if self._free_slots],
+            window_tables=[list(self._windows[s]) for s in present if self.kv.windows is not None],
         )
-        return self._tiny.decoder.forward(batch, self.kv, self._tiny.experts)
+        logits = self._tiny.decoder.forward(batch, self.kv, self._tiny.experts)
+        self._forget_passed(present)
+        return logits
+
+    def _forget_passed(self, present: list[int]) -> None:
+        """Gives the blocks that no window reaches any more to others; the block of zeros stands for them."""
+        window = self._tiny.spec.kv_layout.window
+        for s in present if window else ():
+            for place in range(first_kept(self._lengths[s], window)):
+                if block := self._windows[s][place]:
+                    self._free_windows.append(block)
+                    self._windows[s][place] = 0
 
     def _next_state(self, s: int, tokens: int) -> StateUse:
         """Moves a sequence's state to another slot; slots come round in turn."""

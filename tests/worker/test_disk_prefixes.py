@@ -15,6 +15,7 @@ from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
 
 from edgemoe.ipc.messages import Submit
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker import disk_prefixes
 from edgemoe.worker.disk_prefixes import LEAST_BLOCKS, DiskPrefixes
@@ -38,7 +39,7 @@ class Served:
         self.drive = Drive(blocks, model=model, step_tokens=64)
         prefixes = self.drive.engine.prefixes
         encoding = prefixes.encoding("model")
-        self.files = PrefixFiles(folder, encoding, most_bytes, prefixes.block_bytes, prefixes.state_bytes)
+        self.files = PrefixFiles(folder, encoding, most_bytes, prefixes.entry_bytes)
         self.files.open()
         self.disk = DiskPrefixes(self.drive.engine, self.files, self._submit)
         self.drive.engine.loop._emit = self._emit  # type: ignore[method-assign]
@@ -128,7 +129,7 @@ async def test_a_restarted_engine_reuses_what_the_former_one_computed(
 async def test_blocks_that_are_damaged_or_gone_are_computed(make: Callable[[], Model], tmp_path: Path) -> None:
     async with served(make(), tmp_path) as first:
         whole = await first.answer()
-        block_bytes = first.drive.engine.prefixes.block_bytes
+        block_bytes = first.drive.engine.prefixes.entry_bytes[EntryKind.BLOCK]
     (file,) = tmp_path.glob("*/*.kv")
     sound = file.read_bytes()
     sizes = {"empty": 0, "cut": len(sound) // 2, "header": 20}
@@ -153,7 +154,7 @@ async def test_blocks_that_are_damaged_or_gone_are_computed(make: Callable[[], M
 async def test_files_are_bounded_and_the_least_used_go_first(tmp_path: Path) -> None:
     model = plain_model()
     async with served(model, tmp_path) as one:
-        block_bytes = one.drive.engine.prefixes.block_bytes
+        block_bytes = one.drive.engine.prefixes.entry_bytes[EntryKind.BLOCK]
     most_bytes = 40 * block_bytes + 3 * ALIGNMENT  # three prompts
     async with served(model, tmp_path, most_bytes, 256) as one:
         for number in range(4):
@@ -163,7 +164,7 @@ async def test_files_are_bounded_and_the_least_used_go_first(tmp_path: Path) -> 
                 os.utime(one.files._entries[one.drive.engine.prefixes.keys(prompt(LENGTH, 10, 96), b"")[0], False].file)
         assert one.files.total_bytes <= most_bytes
         first = [one.drive.engine.prefixes.keys(prompt(LENGTH, 10 + number, 96), b"")[0] for number in range(4)]
-        assert [one.files.has((key, False)) for key in first] == [True, False, True, True]
+        assert [one.files.has((key, EntryKind.BLOCK)) for key in first] == [True, False, True, True]
 
 
 async def test_a_cancelled_request_is_not_submitted_and_what_it_computed_is_kept(tmp_path: Path) -> None:
@@ -236,15 +237,15 @@ async def test_a_cache_without_free_blocks_takes_in_as_many_as_it_has(tmp_path: 
 
 
 def test_a_disk_that_is_full_or_read_only_costs_nothing_else(tmp_path: Path) -> None:
-    files = PrefixFiles(tmp_path, "m", 1 << 20, 64, 0)
+    files = PrefixFiles(tmp_path, "m", 1 << 20, {EntryKind.BLOCK: 64, EntryKind.STATE: 0})
     files.open()
-    names = [(bytes([n]) * 16, False) for n in range(8)]
+    names = [(bytes([n]) * 16, EntryKind.BLOCK) for n in range(8)]
     with pytest.raises(OSError, match="No space"):
         files.save(names, lambda _: _raise(OSError(28, "No space left on device")))
     assert not list(tmp_path.rglob("*.*"))
     assert files.save(names, lambda name: np.full(64, name[0][0], np.uint8)) == 8 * 64
     assert [int(data[0]) for name in names if (data := files.read(name)) is not None] == list(range(8))
-    assert files.read((b"?" * 16, False)) is None
+    assert files.read((b"?" * 16, EntryKind.BLOCK)) is None
 
 
 def _raise(error: OSError) -> None:

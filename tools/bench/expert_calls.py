@@ -43,6 +43,7 @@ from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.token_groups import TokenGroups
 from edgemoe.wire.protocol import Message, MessageLanguage
 from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
@@ -107,15 +108,18 @@ class NoPrefixes:
     """A box without keys and values."""
 
     encoding = ""
-    block_bytes = state_bytes = 0
+    entry_bytes = dict.fromkeys(EntryKind, 0)
 
-    def has(self, key: bytes, state: bool) -> bool:
+    def needed_windows(self, count: int) -> range:
+        return range(0)
+
+    def has(self, key: bytes, kind: EntryKind) -> bool:
         return False
 
-    def read(self, key: bytes, state: bool) -> None:
+    def read(self, key: bytes, kind: EntryKind) -> None:
         return None
 
-    async def take_in(self, keys: Sequence[bytes], data: ByteArray, state: bool) -> bool:
+    async def take_in(self, keys: Sequence[bytes], data: ByteArray, kind: EntryKind) -> bool:
         return False
 
 

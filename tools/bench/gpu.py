@@ -171,7 +171,7 @@ class Bench:
         forward()
         experts = (tiers.residency.served[0] - served) / spec.layers
         seconds = self._time(forward, 24)
-        kv_bytes = rows * CONTEXT * spec.kv_bytes_per_token // spec.layers
+        kv_bytes = rows * spec.kv_layout.held_bytes(CONTEXT) // spec.layers
         dense = sum(math.prod(shape) for name, shape in dense_shapes(spec).items() if ".layers." in name) // spec.layers
         read = 2 * dense + experts * geometry.expert_bytes(0) + kv_bytes
         figures: dict[str, Any] = {

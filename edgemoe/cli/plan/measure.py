@@ -38,7 +38,7 @@ from edgemoe.telemetry import probes
 from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier
-from edgemoe.types.step import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
@@ -296,7 +296,9 @@ class LayerBench:
             self.close()
         dense = sum(dense_size(small, name, shape) for name, shape in dense_shapes(small).items())
         # dense weights are made, written and read, which may all be in memory at once
-        needed = 3 * dense + tokens * small.kv_bytes_per_token + (0 if self._tiers else small.geometry.all_bytes)
+        layout = small.kv_layout
+        kv_bytes = tokens * (layout.block_bytes + layout.window_block_bytes) // BLOCK_TOKENS
+        needed = 3 * dense + kv_bytes + (0 if self._tiers else small.geometry.all_bytes)
         free = probes.probe_machine().ram_available_bytes - SPARE_BYTES
         if needed > free:
             raise CapacityError(

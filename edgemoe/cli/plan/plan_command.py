@@ -86,7 +86,7 @@ class Planner:
     def forecast(self, variant: ModelVariant, times: LayerTimes, more_bytes: int = 0, boxes: int = 0) -> SpeedForecast:
         """Returns the forecast of a variant, with `more_bytes` of RAM added, or on `boxes` boxes."""
         question, needs = self.question, needs_of(variant.spec, variant.dense_bytes)
-        kv_bytes = question.sequences * (question.context_tokens * needs.kv_bytes_per_token + needs.state_bytes)
+        kv_bytes = question.sequences * (needs.held_bytes(question.context_tokens) + needs.state_bytes)
         found = SpeedForecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
         try:
             budgets = self._budgets(variant, more_bytes)
@@ -130,7 +130,7 @@ class Planner:
         question, spec = self.question, variant.spec
         model = model_of(variant)
         rest_s = rest_bytes(variant) / self.rates.memory_bytes_per_s
-        context_bytes = question.context_tokens / 2 * spec.kv_bytes_per_token
+        context_bytes = spec.kv_layout.held_bytes(question.context_tokens // 2)
 
         def step(tokens: int, layer_s: float, context: float) -> speed.PlannedStep:
             return speed.step(model, speed.StepWork(tokens, layer_s, rest_s, context), places, question.curve)
@@ -329,7 +329,7 @@ def bounds(
     link(TIERS.codes, kernel_dir(settings))
     places = _places_of(settings, variant, metrics, memory_rate(kernels))
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s
-    read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token
+    read_bytes = variant.spec.kv_layout.held_bytes(context_tokens // 2)
     found = []
     for count, layer_s in zip(streams, decode_times(variant.spec, kernels, streams), strict=True):
         work = speed.StepWork(count, layer_s, rest_s, count * read_bytes)

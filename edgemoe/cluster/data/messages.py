@@ -21,6 +21,7 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.wire.protocol import Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
@@ -124,7 +125,7 @@ class ExpertChunk(Message, frozen=True, tag="Chunk"):
 
 
 class FetchKV(Message, frozen=True, tag="FetchKV"):
-    """Asks for `bytes` bytes of the block known by `key`, or of the state after it, from `offset`.
+    """Asks for `bytes` bytes of the block known by `key`, from `offset`; or of the state after it, or of its window.
 
     `encoding` is a digest of the model and of how its keys, values and states lie in bytes.
     """
@@ -134,6 +135,14 @@ class FetchKV(Message, frozen=True, tag="FetchKV"):
     state: bool
     offset: Bytes
     bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)]
+    window: bool = False
+
+    @property
+    def kind(self) -> EntryKind:
+        """Returns the kind of the entry."""
+        if self.window:
+            return EntryKind.WINDOW
+        return EntryKind.STATE if self.state else EntryKind.BLOCK
 
 
 class KVPart(Message, frozen=True, tag="KVPart"):

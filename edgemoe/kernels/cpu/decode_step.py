@@ -42,11 +42,11 @@ STEP = np.dtype(
 # The records of a layer and of the head. Both begin with the STEP record, a norm's weight [width] float32 and the next
 # matrix, so that one chunk reads either. `q_norm` and `k_norm` [head_dim] are float32, or 0 where the model
 # has none; `post_norm` [width] is float32. `qkv`, `o`, `gate` and `head` are MATRIX records; `qkv_bias`, `o_bias` and
-# `gate_bias` are float32, as long as their matrices have rows, or 0. `keys`, `values`, `window` and `sinks` as in
-# ATTENTION; `rows` [count] int64 are the tokens that get `logits` [count, vocab] float32.
+# `gate_bias` are float32, as long as their matrices have rows, or 0. `keys`, `values`, `window`, `sinks`, `tables` and
+# `block_stride` as in ATTENTION; `rows` [count] int64 are the tokens that get `logits` [count, vocab] float32.
 LAYER = fields(
     *("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values"),
-    *("qkv_bias", "o_bias", "gate_bias", "window", "sinks"),
+    *("qkv_bias", "o_bias", "gate_bias", "window", "sinks", "tables", "block_stride"),
 )
 HEAD = fields("step", "norm", "head", "rows", "count", "logits")
 
@@ -215,7 +215,7 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         s = record(l.step, STEP)
         a = record(s.attention, ATTENTION)
         a.keys, a.values, a.plain = l.keys, l.values, 1 - record(l.o, MATRIX).plain
-        a.window, a.sinks = l.window, l.sinks
+        a.window, a.sinks, a.tables, a.block_stride = l.window, l.sinks, l.tables, l.block_stride
         parallel(control, entering(), job, s.tokens)
         multiply(control, l.step, l.qkv, s.packed, s.qkv)
         parallel(control, rotating(), job, s.tokens)

@@ -22,6 +22,7 @@ from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import FetchPrefixKV, PrefixKVFetched
+from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.worker import prefill_decode_transfer as hand_over
 from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
 
@@ -133,7 +134,9 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
         decoder.forward = halting
         p.drive.submit(PROMPT, "r", max_tokens=TOKENS)
         d.pulls.start(FetchPrefixKV(request="r", attempt=1, node="p", prompt=tuple(PROMPT)))
-        await until(lambda: d.fetcher.blocks == 0 and p.server.sent_bytes >= 3 * p.prefixes.block_bytes)
+        await until(
+            lambda: d.fetcher.blocks == 0 and p.server.sent_bytes >= 3 * p.prefixes.entry_bytes[EntryKind.BLOCK]
+        )
         assert not d.said
         gate.set()
         await until(lambda: d.said)
@@ -175,7 +178,7 @@ async def test_damaged_blocks_are_found_and_change_no_token(
     spoil: Spoil, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_fetch, "PART_BYTES", 1000)
-    monkeypatch.setattr(kv_fetch, "WINDOW", 1)
+    monkeypatch.setattr(kv_fetch, "AT_ONCE", 1)
     async with pair() as (p, d):
         whole = await p.say([])
         keys = d.drive.engine.prefixes.keys(PROMPT, b"")
@@ -239,13 +242,13 @@ async def test_parts_outside_of_an_entry_are_refused() -> None:
         await p.say([])
         await d.pull("p")
         key = d.drive.engine.prefixes.keys(PROMPT, b"")[0]
-        size = p.prefixes.block_bytes
+        size = p.prefixes.entry_bytes[EntryKind.BLOCK]
         for state, offset, count in ((False, size, 1), (False, 0, size + 1), (True, 0, 1), (False, 1 << 59, 4)):
             with pytest.raises(PeerRefused, match="no such part"):
                 await d.box.channel.ask("p", FetchKV(p.prefixes.encoding, key, state, offset, count), timeout_s=5)
         asked = FetchKV(p.prefixes.encoding, key, False, 0, size)
         answer = await d.box.channel.ask("p", asked, timeout_s=5)
-        entry = p.prefixes.read(key, False)
+        entry = p.prefixes.read(key, EntryKind.BLOCK)
         assert isinstance(entry, CopiedPrefix)
         np.testing.assert_array_equal(np.frombuffer(answer.tensors[0], np.uint8), entry.data)
         assert size <= messages.PART_BYTES
