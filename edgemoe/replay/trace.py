@@ -150,7 +150,7 @@ def _recorded(paths: Sequence[Path]) -> list[Ids]:
                 meta.requests, ends.tolist(), counts, meta.decode.tolist(), strict=True
             ):
                 if decodes:
-                    tokens[request] += step.ids[:, end - count : end].swapaxes(0, 1)
+                    tokens[request].extend(step.ids[:, end - count : end].swapaxes(0, 1))
     if len(models) > 1:
         raise StoreError(f"{paths[0].parent} holds recordings of several models; replay one at a time")
     return [np.stack(ids) for ids in tokens.values()]

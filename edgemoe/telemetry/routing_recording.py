@@ -24,6 +24,7 @@ MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
 AHEAD, OWN = 1, 0  # layers: the distances of the hints that are recorded; OWN are of the layer's own gate
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
+MOST = (1 << 12, 1 << 15, 1 << 8, 1 << 20)  # layers, experts, chosen experts, width of hidden states
 ZEROS = 16  # bytes at a block's end by which power loss is known
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -80,7 +81,8 @@ def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[StepRouting]]:
         if file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"{path} is no recording of routing, or of a later version")
         header = _decode(path, _block(path, file), RecordingHeader)
-    if min(header.layers, header.experts, header.top_k, header.hidden + 1) < 1 or header.top_k > header.experts:
+    sizes = (header.layers, header.experts, header.top_k, header.hidden + 1)
+    if not all(1 <= size <= most for size, most in zip(sizes, MOST, strict=True)) or header.top_k > header.experts:
         raise StoreError(f"{path} is damaged: {header}")
     return header, _steps(path, header)
 

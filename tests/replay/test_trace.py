@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from support.replay_kit import LAW, random_trace
 
+from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import ConfigError
 from edgemoe.replay.trace import Trace, load, parse_table, strip_template
+from edgemoe.telemetry.recorder import Recorder
+from edgemoe.telemetry.routing_recording import RecordingHeader
+from edgemoe.types.step import StepMeta, StepRouting
 
 TABLE = "seq,pos,ids\n0,0,3 1|2 0\n0,1,1 0|2 3\n1,0,0 2|1 3\n"
 
@@ -77,3 +81,21 @@ def test_tokens_of_a_template_are_left_out() -> None:
     head, tail = random.integers(0, 8, (5, 2, 3)), random.integers(0, 8, (3, 2, 3))
     requests = [np.concatenate([head, random.integers(8, 16, (4, 2, 3)), tail]).astype(np.int16) for _ in range(2)]
     assert [len(ids) for ids in strip_template(requests)] == [12, 4]
+
+
+def test_recordings_give_each_request_the_tokens_of_its_decode_steps(tmp_path: Path) -> None:
+    recorder = Recorder(RecordSettings(dir=str(tmp_path)), RecordingHeader("digest", 3, 16, 2))
+    draw = np.random.default_rng(0)
+    lens = ((4, 1), (1, 1), (3, 2), (1, 1))  # a prompt; drafts add rows to a step
+    all_ids = [np.argsort(draw.random((3, sum(each), 16)), axis=2)[:, :, :2].astype(np.int16) for each in lens]
+    for each, ids in zip(lens, all_ids, strict=True):
+        tokens = np.zeros(sum(each), np.int64)
+        decode = np.array([each[0] != 4, True])
+        meta = StepMeta(("a", "b"), np.array(each), decode, tokens, tokens, np.zeros(2, np.int64))
+        recorder.add(StepRouting(meta, ids, np.ones(ids.shape, np.float32), {}, 0.0, 0.0))
+    recorder.close()
+    a, b = load([tmp_path]).requests
+    rows = {"b": [ids[:, each[0] :] for each, ids in zip(lens, all_ids, strict=True)]}
+    rows["a"] = [ids[:, : each[0]] for each, ids in zip(lens[1:], all_ids[1:], strict=True)]
+    for read, parts in ((b, rows["a"]), (a, rows["b"])):
+        assert np.array_equal(read, np.concatenate(parts, axis=1).swapaxes(0, 1))

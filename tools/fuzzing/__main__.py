@@ -18,6 +18,8 @@ DOORS = {  # name -> module
     "channel": "tools.fuzzing.fuzz_channel",
     "settings": "tools.fuzzing.fuzz_settings",
     "store": "tools.fuzzing.store",
+    "gguf": "tools.fuzzing.gguf",
+    "recordings": "tools.fuzzing.recordings",
 }
 
 

@@ -16,7 +16,7 @@ import msgspec
 from edgemoe.cli.service_command import templates
 from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import flatten, load
-from edgemoe.config.settings import DeviceSettings, Settings
+from edgemoe.config.settings import DeviceSettings, NamedModelSettings, Settings
 from edgemoe.errors import ConfigError
 
 WHATS = ("file", "set", "damaged")
@@ -142,6 +142,8 @@ def _damaged(rng: random.Random) -> bytes:
 def _keys() -> dict[str, list[str]]:
     """Returns the settings' names by section."""
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)} | {"device": DeviceSettings}
+    del sections["models"]
+    sections |= dict.fromkeys(("models.small", 'models."a b"', "models.\u00e9", "models."), NamedModelSettings)
     return {name: [field.name for field in msgspec.structs.fields(kind)] for name, kind in sections.items()}
 
 

@@ -60,9 +60,9 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Damages and uses the store `count` times for each part of the interface."""
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=_memory()) as name:
+    with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=memory_folder()) as name:
         door = _Door(Path(name))
-        before_mb = _largest_mb()
+        before_mb = largest_mb()
         for part in (what,) if what else WHATS:
             for number in range(count):
                 rng = random.Random(f"{seed} {part} {number}")
@@ -72,7 +72,7 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
                     outcomes[type(error).__name__] += 1
                 except Exception as error:  # the faults that this looks for
                     faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
-        grown_mb = _largest_mb() - before_mb
+        grown_mb = largest_mb() - before_mb
     told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
     return told | {"ok": not faults and grown_mb < GROWTH_MB}
 
@@ -222,10 +222,10 @@ def _restored(folder: Path, files: Files) -> Iterator[None]:
                 path.write_bytes(data)
 
 
-def _memory() -> str | None:
+def memory_folder() -> str | None:
     """Returns a folder in memory, for speed; None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _largest_mb() -> float:
+def largest_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
