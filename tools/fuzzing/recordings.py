@@ -1,7 +1,7 @@
 """Fuzzes recordings of routing: their headers, blocks and arrays lie, or bytes of them change.
 
-For any contents, reading them as `edgemoe replay` and the training script do raises a typed error or returns steps
-whose parts fit together, within bounded memory.
+They are read as `edgemoe replay` and the training script do. That raises a typed error, or gives steps whose parts fit
+together, within bounded memory.
 """
 
 from __future__ import annotations
