@@ -153,7 +153,8 @@ def _kernels(
     report("kernels")
     with closing(CompileProcess(tiers, f"{compiled_parts.__name__}:TIERS", directory)):
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
-            kernels = Kernels(budgets.threads, geometry.bf16, directory, _compiling(report, "kernels"))
+            in_bytes = settings.engine.prompt_activations == "int8"
+            kernels = Kernels(budgets.threads, geometry.bf16, directory, _compiling(report, "kernels"), in_bytes)
         link(tiers.codes, directory, progress=_compiling(report, "kernels"))
     return kernels
 

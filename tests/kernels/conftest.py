@@ -15,3 +15,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     kernels = Kernels(threads=2, bf16=request.param, directory=KERNELS)
     yield kernels
     kernels.close()
+
+
+@pytest.fixture(scope="session")
+def float_kernels(kernels: Kernels) -> Iterator[Kernels]:
+    """Kernels that round no activations to 8 bits."""
+    made = kernels.clone_for_thread()
+    yield made
+    made.close()

@@ -11,9 +11,10 @@ from support.kept import KERNELS
 from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
 from edgemoe.encodings.rows import order
 from edgemoe.jit.object_cache import Code, link
-from edgemoe.kernels.cpu.encoded.instructions import EVERY, Instructions, excess_of
+from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
-from edgemoe.kernels.cpu.encoded.row_code import make_encoded_rows, make_row_code
+from edgemoe.kernels.cpu.encoded.row_code import BYTES, FLOATS, WORDS, make_byte_rows, make_encoded_rows, make_row_code
+from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
 
 ROWS, TOKENS = 5, 7
@@ -33,8 +34,8 @@ def _linked(make: object, *arguments: object) -> Code:
     return code
 
 
-def _pack_whole(encoding: Encoding, instructions: Instructions) -> Code:
-    return _linked(make_pack_whole, excess_of(encoding, instructions))
+def _pack_whole(encoding: Encoding, instructions: Instructions, parts: int = WORDS) -> Code:
+    return _linked(make_pack_whole, excess_of(encoding, instructions), parts)
 
 
 def _weights(columns: int) -> np.ndarray:
@@ -60,7 +61,7 @@ def _multiply(rows: Code, weights: np.ndarray, packed: np.ndarray, index: np.nda
 @each_scaled
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_rows_with_float_activations_come_near(encoding: Encoding, instructions: Instructions, columns: int) -> None:
-    rows, weights = _linked(make_encoded_rows, encoding, instructions, False), pack(_weights(columns), encoding)
+    rows, weights = _linked(make_encoded_rows, encoding, instructions, FLOATS), pack(_weights(columns), encoding)
     x = np.random.default_rng(0).standard_normal((TOKENS, columns)).astype(np.float32)
     index = np.arange(TOKENS)[::-1].copy()
     exact = unpack(weights, encoding, columns).astype(np.float64)
@@ -79,7 +80,7 @@ def test_rows_with_whole_activations_are_exact(encoding: Encoding, instructions:
     codes = random.integers(0, 1 << encoding.bits, (ROWS, columns)).astype(np.uint8)
     codes[:, 1] = 1 << encoding.bits - 1  # of int8 -128, which other packers write
     weights = place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
-    rows, index = _linked(make_encoded_rows, encoding, instructions, True), np.arange(TOKENS)
+    rows, index = _linked(make_encoded_rows, encoding, instructions, WORDS), np.arange(TOKENS)
     packed = _packed(x.astype(np.float32), _pack_whole(encoding, instructions))
     got = _multiply(rows, weights, packed, index)
     np.testing.assert_array_equal(got, x @ unpack(weights, encoding, columns).T.astype(np.float64))
@@ -99,7 +100,7 @@ def test_whole_activations_equal_numpy(encoding: Encoding, columns: int) -> None
     scales = (largest / np.float32(32512)).astype(np.float64)
     expected = np.einsum("tgk,rgk,tg->tr", codes, plain, scales)
     instructions = next(each for each in EVERY if each.here)
-    rows = _linked(make_encoded_rows, encoding, instructions, True)
+    rows = _linked(make_encoded_rows, encoding, instructions, WORDS)
     got = _multiply(rows, weights, _packed(x, _pack_whole(encoding, instructions)), np.arange(TOKENS))
     bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
     assert (np.abs(got - expected) <= 1e-6 * bound).all()
@@ -113,7 +114,7 @@ def test_float_activations_give_the_same_bits_by_all_instructions_and_in_any_bat
     x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
     weights, first = pack(_weights(columns), encoding), None
     for each in (each for each in EVERY if each.here):
-        rows, packed = _linked(make_encoded_rows, encoding, each, False), _packed(x, pack_floats)
+        rows, packed = _linked(make_encoded_rows, encoding, each, FLOATS), _packed(x, pack_floats)
         together = _multiply(rows, weights, packed, np.arange(TOKENS))
         first = together if first is None else first
         np.testing.assert_array_equal(together, first)
@@ -131,8 +132,32 @@ def test_whole_activations_give_the_same_bits_by_all_instructions_and_in_any_bat
     x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
     weights, first = pack(_weights(columns), encoding), None
     for each in (each for each in EVERY if each.here):
-        rows, packed = _linked(make_encoded_rows, encoding, each, True), _packed(x, _pack_whole(encoding, each))
+        rows, packed = _linked(make_encoded_rows, encoding, each, WORDS), _packed(x, _pack_whole(encoding, each))
         together = _multiply(rows, weights, packed, np.arange(TOKENS))
+        first = together if first is None else first
+        np.testing.assert_array_equal(together, first)
+        alone = [_multiply(rows, weights, packed, np.array([token]))[0] for token in range(TOKENS)]
+        np.testing.assert_array_equal(np.array(alone), first)
+
+
+@each_whole
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_byte_activations_equal_numpy_and_give_the_same_bits_in_any_batch(encoding: Encoding, columns: int) -> None:
+    x = np.random.default_rng(7).standard_normal((TOKENS, columns)).astype(np.float32)
+    x[1, :32] = 0
+    groups = x.reshape(TOKENS, -1, 32)
+    largest = np.abs(groups).max(2)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(groups.astype(np.float64) * inverse[:, :, None]).astype(np.int64)
+    weights = pack(_weights(columns), encoding)
+    plain = unpack(weights, encoding, columns).astype(np.float64).reshape(ROWS, -1, 32)
+    scales = (largest / np.float32(127)).astype(np.float64)
+    expected, first = np.einsum("tgk,rgk,tg->tr", codes, plain, scales), None
+    bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
+    for each in (each for each in EVERY if each.here):
+        rows, packed = _linked(make_byte_rows, encoding, each), _packed(x, _pack_whole(encoding, each, BYTES))
+        together = _multiply(rows, weights, packed, np.arange(TOKENS))
+        assert (np.abs(together - expected) <= 1e-6 * bound).all()
         first = together if first is None else first
         np.testing.assert_array_equal(together, first)
         alone = [_multiply(rows, weights, packed, np.array([token]))[0] for token in range(TOKENS)]
@@ -164,7 +189,7 @@ def test_nothing_outside_of_a_row_is_read(encoding: Encoding) -> None:
         x[0] = np.random.default_rng(0).standard_normal(columns)
         packed = _packed(x, pack_floats)
         for instructions in (each for each in EVERY if each.here):
-            rows = _linked(make_encoded_rows, encoding, instructions, False)
+            rows = _linked(make_encoded_rows, encoding, instructions, FLOATS)
             assert np.isfinite(_multiply(rows, room[:ROWS], packed, np.zeros(1, np.int64))).all()
 
 
@@ -177,3 +202,13 @@ def test_a_format_is_made_once_and_has_instructions_of_this_processor() -> None:
     assert make_row_code(FP8, True, KERNELS).pack is pack_floats  # whose codes are no whole numbers
     assert make_row_code(INT4, False, KERNELS).pack is pack_floats
     assert make_row_code(BFLOAT16, True, KERNELS).unpack is None
+
+
+@each_scaled
+def test_activations_of_bytes_are_for_models_in_bfloat16_and_can_be_left_out(encoding: Encoding) -> None:
+    assert make_row_code(encoding, False, KERNELS).byte_rows is None
+    is_fast = AVX512.here and encoding is not FP8
+    kernels = KernelContext(1, True, KERNELS)
+    others = kernels.clone_for_thread()
+    assert (kernels.row_code(encoding).byte_rows is not None) == is_fast
+    assert others.row_code(encoding).byte_rows is None

@@ -236,7 +236,12 @@ def _encoded_slab(bf16: bool, encoding: Encoding, activation: Activation, biases
 @pytest.mark.parametrize(("activation", "biases"), [(SILU, False), (GPT_OSS, True), (Activation("gelu_tanh"), False)])
 @pytest.mark.parametrize("encoding", ENCODED, ids=lambda each: each.name)
 def test_kernels_compute_encoded_experts_where_they_lie(
-    kernels: Kernels, encoding: Encoding, activation: Activation, biases: bool, tokens: int
+    kernels: Kernels,
+    float_kernels: Kernels,
+    encoding: Encoding,
+    activation: Activation,
+    biases: bool,
+    tokens: int,
 ) -> None:
     slab = _encoded_slab(kernels.bf16, encoding, activation, biases)
     torch.manual_seed(tokens)
@@ -245,9 +250,12 @@ def test_kernels_compute_encoded_experts_where_they_lie(
     one_by_one(slab, *_calls(tokens), x, expected)
     for tiles in (0.0, float("inf")):
         out = torch.ones(tokens, HIDDEN)
-        ExpertMath(kernels, WayLimits(tiles)).add(slab, *_calls(tokens), x, out)
+        ExpertMath(float_kernels, WayLimits(tiles)).add(slab, *_calls(tokens), x, out)
         rounding = (5e-4 if tiles else 0.03) if kernels.bf16 else 1e-4
         torch.testing.assert_close(out, expected, atol=rounding, rtol=rounding)
+    out = torch.ones(tokens, HIDDEN)
+    ExpertMath(kernels, WayLimits(0.0)).add(slab, *_calls(tokens), x, out)
+    assert (out - expected).norm() < (0.02 if kernels.bf16 else 1e-4) * (expected - 1).norm()  # activations of 8 bits
 
 
 @pytest.mark.parametrize("encoding", ENCODED, ids=lambda each: each.name)

@@ -12,15 +12,20 @@ import pytest
 import torch
 from support import quantised
 from support.checkpoints import FAMILY_SIZES, tiny_checkpoint
+from support.kept import KERNELS
 
 from edgemoe.cli import main
+from edgemoe.cli.plan.measure import resident_tiers
 from edgemoe.demo import model_path
+from edgemoe.engine.driver import SequenceDriver
 from edgemoe.errors import ConfigError
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.layout import WantedEncodings, plan
-from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, no_progress, pack
+from edgemoe.store.reader import ExpertStore
 from edgemoe.worker.quality import StoreQuality, TextModel, TextReader, compare, original, stored, summary
 from tools.demo_model import arithmetic, chat
 
@@ -65,6 +70,42 @@ def test_keys_and_values_in_int8_predict_nearly_the_same(tmp_path: Path, text: s
         found = summary(ids, plain, coded, no_progress)
     assert 0 < found.divergence < 3e-4, found
     assert found.same_top > 0.988, found
+
+
+class KernelReader:
+    """A model in bfloat16 that reads whole windows of text with the kernels of the CPU."""
+
+    def __init__(self, store: Path, manifest: Manifest, opened: ExpertStore, kernels: Kernels) -> None:
+        plain = spec_of(manifest)
+        names = tuple(plain.geometry.encoding(layer).name for layer in range(plain.geometry.layers))
+        spec = replace(plain, dtype="bfloat16", encodings=names)
+        self.decoder = Decoder.load(spec, store / DENSE, kernels=kernels)
+        self.experts = resident_tiers(spec, kernels, store=opened).experts
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Returns the logits after each token, float32 [T, V]."""
+        sequence = SequenceDriver(self.decoder.spec, 1, len(ids))
+        meta, batch = sequence.step([ids], every_row=True)
+        self.experts.begin_step(meta)
+        found = self.decoder.forward(batch, sequence.cache, self.experts).float()
+        self.experts.end_step()
+        return found
+
+
+@pytest.mark.parametrize(("experts", "most"), [("int8", 1e-3), ("int4", 1e-3)])
+def test_activations_in_8_bits_predict_nearly_the_same(tmp_path: Path, text: str, experts: str, most: float) -> None:
+    """Of a prompt in bfloat16, against the same with activations in bfloat16."""
+    manifest = pack(model_path(), tmp_path, wanted=WantedEncodings.parse(experts, "int8"))
+    ids = TextModel(tmp_path).encode(text, add_special_tokens=False)
+    with torch.inference_mode(), ExpertStore(tmp_path, manifest) as opened:
+        kinds = [Kernels(1, True, KERNELS, byte_activations=in_bytes) for in_bytes in (False, True)]
+        floats, in_bytes = (KernelReader(tmp_path, manifest, opened, kernels) for kernels in kinds)
+        found = summary(ids, floats, in_bytes, no_progress)
+    print(f"activations in 8 bits, {experts}: {found}")
+    for kernels in kinds:
+        kernels.close()
+    assert found.divergence < most, found
+    assert found.same_top > 0.975, found
 
 
 def test_a_store_in_the_original_encoding_predicts_the_same(tmp_path: Path, text: str) -> None:

@@ -37,7 +37,7 @@ from edgemoe.policy.cache_ranks import LRU
 from edgemoe.telemetry import probes
 from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding
-from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.experts import ExpertReader, LivePolicy, Tier
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 
 STREAM = fields("address", "sums")
@@ -94,13 +94,17 @@ def _repeated(random: np.random.Generator, shape: tuple[int, int], encoding: Enc
     return np.resize(encoded, (rows, encoded.shape[1]))
 
 
-def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None = None) -> ExpertTiers:
-    """Returns tiers whose RAM holds every expert, filled. Raises StoreError where that does not happen."""
+def resident_tiers(
+    spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None = None, store: ExpertReader | None = None
+) -> ExpertTiers:
+    """Returns tiers whose RAM holds every expert of `store`, or random ones. Raises StoreError if it cannot."""
     geometry = spec.geometry
     policy = policy or LRU(geometry.layers, geometry.experts)
     policies: Mapping[Tier, LivePolicy] = {Tier.RAM: policy, Tier.VRAM: policy}
     memory = TierMemory(geometry.all_bytes)
-    tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=FetchOptions(prefetch=False))
+    tiers = ExpertTiers(
+        geometry, store or RandomStore(spec), memory, policies, kernels, fetching=FetchOptions(prefetch=False)
+    )
     try:
         asyncio.run(_fill(tiers))
     except TimeoutError:

@@ -205,7 +205,8 @@ def _measure(
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     say("preparing kernels")
-    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings))
+    in_bytes = settings.engine.prompt_activations == "int8"
+    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings), byte_activations=in_bytes)
     link(TIERS.codes, kernel_dir(settings))
     variants = list(subject.variants())
     for encoding in {variant.spec.geometry.encoding(0) for variant in variants}:
@@ -325,7 +326,8 @@ def bounds(
     ).variants()
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
-    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings))
+    in_bytes = settings.engine.prompt_activations == "int8"
+    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings), byte_activations=in_bytes)
     link(TIERS.codes, kernel_dir(settings))
     places = _places_of(settings, variant, metrics, memory_rate(kernels))
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s

@@ -75,7 +75,7 @@ class ExpertKernels:
         self._job = np.zeros(1, EXPERTS)
         self._job["threads"] = context.pool.threads
         self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
-        self._sizes: tuple[ExpertLayout | None, int, int, int] = (None, 0, 0, 0)
+        self._sizes: tuple[ExpertLayout | None, int, int, int, bool] = (None, 0, 0, 0, False)
         self._scratch_changes = 0  # of the context when the record's scratch addresses were set
         self._experts, self._prefill_experts = run_experts.call, make_prefill_experts(context.bf16)[0].call
 
@@ -92,14 +92,16 @@ class ExpertKernels:
         x_bf16: bool,
         out: int,
         tokens: int,
+        in_bytes: bool = False,
     ) -> None:
         """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
 
         `slab` is the address of slot 0; a slot holds an expert as `layout` says. Slot `slots[i]` serves the pairs
         offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden], bf16 where `x_bf16`, else
-        float32, with routing weight `weights[p]`. For a few tokens per expert.
+        float32, with routing weight `weights[p]`. For a few tokens per expert; for many `in_bytes`, which multiplies
+        activations of 8 bits.
         """
-        sizes = (layout, tokens, len(index), len(slots))
+        sizes = (layout, tokens, len(index), len(slots), in_bytes)
         if sizes != self._sizes or self._scratch_changes != self._context.scratch_changes:
             self._size_experts(*sizes)
         job = self._call
@@ -108,15 +110,19 @@ class ExpertKernels:
         job[WEIGHTS] = weights.ctypes.data
         self._experts(self._context.pool.control, self._job_address)
 
-    def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int) -> None:
+    def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int, in_bytes: bool) -> None:
         """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
         job, rows = self._job, self._context.row_code(layout.encoding)
         layout.fill(job)
         for name, count in scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
             job[name] = self._context.scratch(f"experts.{name}", count)
-        job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
+        multiply, pack = (rows.byte_rows, rows.byte_pack) if in_bytes else (rows.rows, rows.pack)
+        assert multiply is not None
+        assert pack is not None
+        job["multiply"], job["pack"] = multiply.address, pack.address
         job["tokens"], job["iota"], job["count"] = tokens, self._context.iota, slots
-        self._sizes, self._scratch_changes = (layout, tokens, pairs, slots), self._context.scratch_changes
+        self._sizes = (layout, tokens, pairs, slots, in_bytes)
+        self._scratch_changes = self._context.scratch_changes
 
     def many_tokens(
         self,
@@ -129,11 +135,16 @@ class ExpertKernels:
         weights: FloatArray,
         x: int,
         out: int,
+        tokens: int,
     ) -> None:
         """Computes the same as `few_tokens`, for many tokens per expert.
 
         `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
         """
+        if self._context.row_code(layout.encoding).byte_rows is not None:
+            experts = (layout, slab, stride_bytes, slots, offsets, index, weights)
+            self.few_tokens(*experts, x, self._context.bf16, out, tokens, in_bytes=True)
+            return
         job = np.zeros(1, PREFILL_EXPERTS)
         layout.fill(job)
         groups, firsts = experts_prefill.group_pairs(offsets)
@@ -249,7 +260,7 @@ class ExpertMath:
         for part in _pieces(slab, slots, offsets, index, weights, tiles):
             job = (slab.layout, slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
-                self._expert_kernels.many_tokens(*job, out.data_ptr())
+                self._expert_kernels.many_tokens(*job, out.data_ptr(), len(x))
             else:
                 self._expert_kernels.few_tokens(*job, slab.bf16, out.data_ptr(), len(x))
 
@@ -281,8 +292,9 @@ class ExpertMath:
             self.measured[layout] = limits
 
     def clone_for_thread(self, kernels: KernelContext | None) -> ExpertMath:
-        """Returns one for another thread, with kernels of its own and the same limits."""
-        return ExpertMath(kernels, self._usual, self.measured)
+        """Returns one for another thread, with kernels of its own, and the limits that hold for these too."""
+        plain = {layout: limits for layout, limits in self.measured.items() if not layout.encoding.group}
+        return ExpertMath(kernels, self._usual, plain)
 
 
 def _pieces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,9 +22,12 @@ class KernelContext:
     Only one thread may call at a time, because the scratch memory is shared. Close it, or let it be collected.
     """
 
-    def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
-        """Keeps compiled code of rows in `directory`, if one is given."""
-        self.bf16, self._directory = bf16, directory
+    def __init__(self, threads: int, bf16: bool, directory: Path | None = None, byte_activations: bool = True) -> None:
+        """Keeps compiled code of rows in `directory`, if one is given.
+
+        With `byte_activations`, many tokens are multiplied with encoded rows in whole numbers of 8 bits.
+        """
+        self.bf16, self._directory, self._byte_activations = bf16, directory, byte_activations
         self.dtype = BFLOAT16 if bf16 else FLOAT32
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
@@ -34,8 +38,11 @@ class KernelContext:
         self._borrowed = np.zeros(threads, np.int64)
 
     def clone_for_thread(self) -> Self:
-        """Returns another one for another thread, with threads and scratch memory of its own."""
-        return type(self)(self.pool.threads, self.bf16, self._directory)
+        """Returns another one for the thread that computes for peers, with threads and scratch memory of its own.
+
+        It rounds no activations to 8 bits, because boxes compare each other's results closely.
+        """
+        return type(self)(self.pool.threads, self.bf16, self._directory, byte_activations=False)
 
     def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
         """Returns the address of an array of at least `count` elements, aligned to 64 bytes.
@@ -51,7 +58,8 @@ class KernelContext:
 
     def row_code(self, encoding: Encoding) -> RowCode:
         """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
-        return make_row_code(encoding, self.bf16, self._directory)
+        code = make_row_code(encoding, self.bf16, self._directory)
+        return code if self._byte_activations else replace(code, byte_rows=None, byte_pack=None)
 
     def decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
         """Sets a record's fields for encoded rows, with room for `floats` decoded float32 in each thread."""

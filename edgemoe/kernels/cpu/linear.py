@@ -62,7 +62,6 @@ def multiply_matrix(control: int, job: int, matrix: int, x: int) -> None:
 
 
 linear: Code = code(INT, INT)(run_linear.py_func)
-LINEAR_CODE = (some_rows, linear)
 
 
 # The record of one call, out[t, g] = weight[g] . x[t, g]; arrays are addresses.
@@ -153,6 +152,54 @@ def _make_multiply(bf16: bool, tile_code: Code) -> Code:
     return multiply_rows
 
 
+# The record of one call, which computes the same with activations in whole numbers of 8 bits; arrays are addresses.
+# * `multiply` and `pack` addresses of the code that multiplies rows, and that packs vectors for it
+# * `packed` and `plain` scratch memory, see `byte_scratch_floats`; `iota` 0, 1, 2, ... int64
+# * the rest as in PRODUCT
+BYTE_PRODUCT = fields(
+    *("weight", "line", "rows", "n", "multiply", "pack", "x", "x_bf16", "tokens", "out", "packed", "plain", "iota")
+)
+BYTE_TOKENS = 16  # multiplied with a chunk's rows in one pass
+
+
+def byte_scratch_floats(n: int, tokens: int) -> dict[str, int]:
+    """Returns the sizes of the scratch arrays, in float32."""
+    return {"packed": tokens * n, "plain": -(-tokens // BYTE_TOKENS) * n}
+
+
+@chunk
+def pack_bytes(job: int, number: int) -> None:
+    """Packs BYTE_TOKENS tokens of `x` as whole numbers of 8 bits."""
+    p = record(job, BYTE_PRODUCT)
+    plain = p.plain + number * p.n * 4
+    for token in range(number * BYTE_TOKENS, min(p.tokens, (number + 1) * BYTE_TOKENS)):
+        widen(p.x + token * p.n * (2 if p.x_bf16 else 4), p.x_bf16, p.n, plain)
+        call_pack(p.pack, plain, 0, p.n, p.n, p.packed + token * p.n * 4)
+
+
+@chunk
+def multiply_bytes(job: int, number: int) -> None:
+    """Multiplies some rows with all tokens."""
+    p = record(job, BYTE_PRODUCT)
+    row = number * ROWS
+    count, w = min(ROWS, p.rows - row), p.weight + row * p.line
+    for first in range(0, p.tokens, BYTE_TOKENS):
+        tokens, x = min(BYTE_TOKENS, p.tokens - first), p.packed + first * p.n * 4
+        out = p.out + (first * p.rows + row) * 4
+        call_rows(p.multiply, w, p.line, count, w, x, p.n * 4, p.iota, tokens, p.n, out, p.rows * 4)
+
+
+_packing_bytes, _multiplying_bytes = address_of(pack_bytes), address_of(multiply_bytes)
+
+
+@code(INT, INT)
+def byte_product(control: int, job: int) -> None:
+    """Runs the product from a BYTE_PRODUCT record."""
+    p = record(job, BYTE_PRODUCT)
+    parallel(control, _packing_bytes(), job, (p.tokens + BYTE_TOKENS - 1) // BYTE_TOKENS)
+    parallel(control, _multiplying_bytes(), job, (p.rows + ROWS - 1) // ROWS)
+
+
 @cache
 def make_product(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
     """Makes the kernel run(control, address of a PRODUCT record). Returns it and all code that it refers to."""
@@ -167,3 +214,6 @@ def make_product(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
         parallel(control, multiplying(), job, (p.rows + ROWS - 1) // ROWS)
 
     return run_product, (tile_code, fill, multiply, run_product)
+
+
+LINEAR_CODE = (some_rows, linear, pack_bytes, multiply_bytes, byte_product)

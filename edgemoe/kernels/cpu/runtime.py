@@ -22,11 +22,13 @@ from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
 from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.kernels.cpu.linear import (
+    BYTE_PRODUCT,
     GROUPED,
     LINEAR,
     LINEAR_CODE,
     MATRIX,
     PRODUCT,
+    byte_product,
     linear,
     make_grouped_linear,
     make_product,
@@ -73,9 +75,14 @@ class Kernels(KernelContext):
     """
 
     def __init__(
-        self, threads: int, bf16: bool, directory: Path | None = None, progress: CompileProgress = no_progress
+        self,
+        threads: int,
+        bf16: bool,
+        directory: Path | None = None,
+        progress: CompileProgress = no_progress,
+        byte_activations: bool = True,
     ) -> None:
-        super().__init__(threads, bf16, directory)
+        super().__init__(threads, bf16, directory, byte_activations)
         part = kernel_part(bf16)
         link(part.codes, directory, part.variant, progress)
         step, layer, head, _ = make_step(bf16)
@@ -84,7 +91,7 @@ class Kernels(KernelContext):
         self._step, self._layer, self._head = step.call, layer.call, head.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
-        self._prefill, self._product = prefill.call, product.call
+        self._prefill, self._product, self._byte_product = prefill.call, product.call, byte_product.call
         self.linear_record = np.zeros(1, LINEAR)
         self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
@@ -129,6 +136,9 @@ class Kernels(KernelContext):
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
     ) -> None:
         """Computes the same as `linear`, for encoded weights and many tokens."""
+        if code.byte_rows is not None:
+            self._product_of_bytes(weight, rows, n, x, x_bf16, tokens, out, code)
+            return
         job = np.zeros(1, PRODUCT)
         job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
         job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
@@ -136,6 +146,19 @@ class Kernels(KernelContext):
             job[name] = self.scratch(f"product.{name}", count)
         self.decode_rows(job, code, products.ROWS * n)
         self._product(self.pool.control, job.ctypes.data)
+
+    def _product_of_bytes(
+        self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
+    ) -> None:
+        assert code.byte_rows is not None
+        assert code.byte_pack is not None
+        job = np.zeros(1, BYTE_PRODUCT)
+        job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
+        job["x"], job["x_bf16"], job["tokens"], job["out"], job["iota"] = x, x_bf16, tokens, out, self.iota
+        job["multiply"], job["pack"] = code.byte_rows.address, code.byte_pack.address
+        for name, count in products.byte_scratch_floats(n, tokens).items():
+            job[name] = self.scratch(f"byte_product.{name}", count)
+        self._byte_product(self.pool.control, job.ctypes.data)
 
     def attend(
         self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache, out: int

@@ -235,7 +235,8 @@ def test_honest_boxes_differ_by_less_than_a_quarter_of_the_bound_in_each_encodin
         for rows, columns in (geometry.gate_up_shape, geometry.down_shape)
     ]
     raw = torch.from_numpy(np.ascontiguousarray(np.concatenate([part.view(np.uint8) for part in parts], axis=1)))
-    slab, kernels = ExpertSlab(raw, layout, geometry.bf16), Kernels(1, geometry.bf16, directory=KERNELS)
+    slab = ExpertSlab(raw, layout, geometry.bf16)
+    kernels = Kernels(1, geometry.bf16, directory=KERNELS).clone_for_thread()  # as for other boxes
     x = rng.normal(size=(16, 256)).astype(np.float32)
     x[:, ::37] *= 30.0
     hidden = torch.from_numpy(x).to(torch.bfloat16 if geometry.bf16 else torch.float32)

@@ -1,7 +1,7 @@
 """Packs activations in the order in which rows of encoded weights are read; decodes such rows, and fills panels, alike.
 
 Activations for byte products are whole numbers of 16 bits, in two parts of 8: BASE times the upper part, plus the lower
-one. Neither part is -128, which has no opposite.
+one. For many tokens they have 8 bits, one part. No part is -128, which has no opposite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from edgemoe.jit.intrinsics import (
     PAIRS,
     atomic_replace,
     atomic_store,
-    bits_of,
     cgutils,
     f32_at,
     i32_at,
@@ -30,15 +29,15 @@ from edgemoe.jit.intrinsics import (
     rounded,
     types,
     u16_at,
-    u32_at,
 )
 from edgemoe.jit.object_cache import Code, code
-from edgemoe.kernels.cpu.encoded.instructions import I16, CodeVectors, Instructions
+from edgemoe.kernels.cpu.encoded.instructions import F32, I8, I16, I32, CodeVectors, Instructions
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255
 MOST = np.float32(127 * BASE + 127)
-_NONE, _LEAST = np.float32(0), np.float32(1e-30)
+MOST_NARROW = np.float32(127)
+_LEAST = np.float32(1e-30)
 _ROUND = np.float32(1.5 * 2**23)  # added to a number of less than 22 bits it leaves a whole one in the lowest bits
 _ROUND_BITS = np.int32(0x4B400000)
 
@@ -61,53 +60,84 @@ def pack_floats(values: int, first: int, count: int, n: int, out: int) -> None:
             to[start + k * lanes] = v[at + k]
 
 
-@jit
-def _whole(value: float) -> Any:
-    """Returns the whole number that is nearest, the even one of two, as int32."""
-    return np.int32(bits_of(np.float32(value + _ROUND))) - _ROUND_BITS
+def _splat(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * LANE_COLUMNS)
 
 
-@jit
-def quantise(values: int, upper: int, lower: int, step: int) -> Any:
-    """Writes 32 float32 as whole numbers: of each part four side by side, and then `step` bytes on.
+def _reduce(builder: Any, how: str, vector: Any) -> Any:
+    """Reduces the whole numbers of a vector to one."""
+    name, kind = f"llvm.vector.reduce.{how}.v{LANE_COLUMNS}i32", ir.FunctionType(I32, [vector.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])
 
-    Returns their scale and the sum of the numbers.
-    """
-    v = f32_at(values)
-    largest = _NONE
-    for k in range(LANE_COLUMNS):
-        largest = max(largest, abs(v[k]))
-    inverse = MOST / largest if largest > _LEAST else _NONE
-    total = np.int32(0)
+
+def _nearest(builder: Any, values: Any, factor: Any, words: Any) -> Any:
+    """Returns the whole numbers that are nearest to values * factor, the even ones of two."""
+    name, kind = f"llvm.fma.v{LANE_COLUMNS}f32", ir.FunctionType(values.type, [values.type] * 3)
+    fused = cgutils.get_or_insert_function(builder.module, kind, name)  # so that all processors give the same bits
+    moved = builder.call(fused, [values, factor, _splat(values.type, float(_ROUND))])
+    return builder.sub(builder.bitcast(moved, words), _splat(words, int(_ROUND_BITS)))
+
+
+def _store_fours(builder: Any, numbers: Any, out: Any, step: Any) -> None:
+    """Writes whole numbers as bytes: four side by side, and then `step` bytes on."""
+    fours = ir.VectorType(I32, LANE_COLUMNS // 4)
+    packed = builder.bitcast(builder.trunc(numbers, ir.VectorType(I8, LANE_COLUMNS)), fours)
     for four in range(LANE_COLUMNS // 4):
-        high, low = np.uint32(0), np.uint32(0)
-        for k in range(4):
-            number = _whole(v[4 * four + k] * inverse)
-            part = _whole(np.float32(number) * np.float32(1 / BASE))
-            total += number
-            high |= np.uint32(part & np.int32(255)) << np.uint32(8 * k)
-            low |= np.uint32((number - part * np.int32(BASE)) & np.int32(255)) << np.uint32(8 * k)
-        u32_at(upper + four * step)[0], u32_at(lower + four * step)[0] = high, low
-    return largest / MOST, total
+        place = builder.add(out, builder.mul(step, ir.Constant(I64, four)))
+        word = builder.extract_element(packed, ir.Constant(I32, four))
+        builder.store(word, builder.inttoptr(place, I32.as_pointer()), align=1)
+
+
+def _make_quantise(parts: int) -> Callable[[int, int, int, int, int], Any]:
+    """Makes quantise(values, codes, n, step, scale), which writes 32 float32 as whole numbers in `parts` parts.
+
+    The parts lie `n` bytes apart. It writes the numbers' scale, a float32, and returns their sum.
+    """
+    most = float(MOST if parts == 2 else MOST_NARROW)
+
+    @intrinsic
+    def quantise(typing: Any, values: Any, codes: Any, n: Any, step: Any, scale: Any) -> Any:
+        def emit(_: Any, b: Any, __: Any, args: Any) -> Any:
+            values, codes, n, step, scale = args
+            floats, words = ir.VectorType(F32, LANE_COLUMNS), ir.VectorType(I32, LANE_COLUMNS)
+            given = b.load(b.inttoptr(values, floats.as_pointer()), align=4)
+            sizes = b.and_(b.bitcast(given, words), _splat(words, 0x7FFFFFFF))  # ordered as the floats are
+            largest = b.bitcast(_reduce(b, "umax", sizes), F32)
+            tiny = b.fcmp_ordered("<=", largest, ir.Constant(F32, float(_LEAST)))
+            inverse = b.select(tiny, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, most), largest))
+            b.store(b.fdiv(largest, ir.Constant(F32, most)), b.inttoptr(scale, F32.as_pointer()), align=4)
+            one = b.insert_element(ir.Constant(floats, ir.Undefined), inverse, ir.Constant(I32, 0))
+            every = b.shuffle_vector(one, ir.Constant(floats, ir.Undefined), _splat(words, 0))
+            upper = numbers = _nearest(b, given, every, words)
+            if parts == 2:
+                base = _splat(floats, float(np.float32(1 / BASE)))
+                upper = _nearest(b, b.sitofp(numbers, floats), base, words)
+                _store_fours(b, b.sub(numbers, b.mul(upper, _splat(words, BASE))), b.add(codes, n), step)
+            _store_fours(b, upper, codes, step)
+            return _reduce(b, "add", numbers)
+
+        return types.int32(*[types.int64] * 5), emit
+
+    return quantise  # type: ignore[no-any-return]
 
 
 @cache
-def make_pack_whole(excess: int) -> Code:
-    """Makes the counterpart of `pack_floats` for whole numbers.
+def make_pack_whole(excess: int, parts: int = 2) -> Code:
+    """Makes the counterpart of `pack_floats` for whole numbers of 16 bits, in two parts, or of 8 bits, in one.
 
-    It writes their upper parts [n], their lower parts [n], the lanes' scales, float32, and their sums times -`excess`,
-    int32.
+    It writes their parts [n], the upper one first, the lanes' scales, float32, and their sums times -`excess`, int32.
     """
+    quantise = _make_quantise(parts)
 
     @code(*[INT] * 5)
     def pack_whole(values: int, first: int, count: int, n: int, out: int) -> None:
-        scales, sums = f32_at(out + 2 * n), i32_at(out + 2 * n + n // LANE_COLUMNS * 4)
+        scales = out + parts * n
+        sums = i32_at(scales + n // LANE_COLUMNS * 4)
         for at in range(0, count, LANE_COLUMNS):
             lane = (first + at) // LANE_COLUMNS
             run = lane // LANES
-            upper = out + run * RUN + lane % LANES * 4
-            scales[lane], total = quantise(values + 4 * at, upper, upper + n, lanes_of(run, n) * 4)
-            sums[lane] = np.int32(-excess) * total
+            codes, step = out + run * RUN + lane % LANES * 4, lanes_of(run, n) * 4
+            sums[lane] = np.int32(-excess) * quantise(values + 4 * at, codes, n, step, scales + 4 * lane)
 
     return pack_whole
 

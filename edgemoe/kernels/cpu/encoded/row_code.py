@@ -1,7 +1,8 @@
 """Makes the code that multiplies and decodes rows of one encoding, and chooses the fastest for this processor.
 
-In bfloat16 models activations are whole numbers of 16 bits. They give the same bits with all instructions, which are
-chosen by measurement. In float32 models, and for fp8, activations are float32, and the widest vectors are taken.
+In bfloat16 models activations are whole numbers: of 16 bits, and of 8 where many tokens are multiplied. They give the
+same bits with all instructions, which are chosen by measurement. In float32 models, and for fp8, activations are
+float32, and the widest vectors are taken.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
-from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, multiply_add, prefetch, types
-from edgemoe.jit.object_cache import Code, CompiledPart, link
+from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, intrinsic, multiply_add, prefetch, types
+from edgemoe.jit.object_cache import Code, CompiledPart, code, link
 from edgemoe.kernels.cpu.encoded.instructions import (
     AVX512,
     EVERY,
@@ -34,20 +35,22 @@ from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 LINE_BYTES = 64
 TOGETHER = 2  # rows of 4 bits side by side: one is short compared with its fixed cost
+FLOATS, BYTES, WORDS = 0, 1, 2  # kinds of activations: float32, or whole numbers in one or two parts of 8 bits
+TILE_ROWS, TILE_TOKENS = 4, 4  # multiplied side by side where activations are bytes
 
 
 class _Emitter:
     """Writes the LLVM code of the loop over `rows` rows of weights, side by side, and `tokens` vectors."""
 
     def __init__(
-        self, builder: Any, encoding: Encoding, instructions: Instructions, rows: int, tokens: int, whole: bool
+        self, builder: Any, encoding: Encoding, instructions: Instructions, rows: int, tokens: int, parts: int
     ) -> None:
-        self.b, self.encoding, self.whole = builder, encoding, whole
-        self.v = (CodeProducts if whole else CodeVectors)(builder, encoding, instructions)
+        self.b, self.encoding, self.parts = builder, encoding, parts
+        self.v = (CodeProducts if parts else CodeVectors)(builder, encoding, instructions)
         self.lanes, self.rows, self.tokens = instructions.lanes, rows, tokens
         self.coming: list[Any] = []  # addresses to prefetch
-        parts = LANES // self.lanes
-        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in range(parts)] for _ in range(rows * tokens)]
+        vectors = range(LANES // self.lanes)
+        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in vectors] for _ in range(rows * tokens)]
 
     def number(self, value: int) -> Any:
         return ir.Constant(I64, value)
@@ -75,11 +78,38 @@ class _Emitter:
             for part in range(LANES // self.lanes):
                 self.part(lines, vectors, loop.index, self.number(LANES), part, None)
         self.rest(lines, vectors, soon, runs, lanes)
-        for number, places in enumerate(self.sums):
+        sums = [[b.load(place) for place in places] for places in self.sums]
+        if self.rows * self.tokens == LANES:
+            self.store_tile(sums, out, out_stride)
+            return
+        for number, vectors in enumerate(sums):
             row, token = divmod(number, self.tokens)
             to = b.add(out, b.add(b.mul(out_stride, self.number(token)), self.number(4 * row)))
-            total = self.total([b.load(place) for place in places])
-            b.store(total, b.inttoptr(to, F32.as_pointer()), align=4)
+            b.store(self.total(vectors), b.inttoptr(to, F32.as_pointer()), align=4)
+
+    def store_tile(self, sums: list[list[Any]], out: Any, out_stride: Any) -> None:
+        """Writes LANES sums [rows, tokens], which are added up side by side, in the order of `total`."""
+        b, rows = self.b, self.rows
+        halves = [self.halves(sums[row * self.tokens + token]) for token in range(self.tokens) for row in range(rows)]
+        vectors = [b.fadd(*both) for both in halves]  # of 8 lanes
+        for lanes in (4, 2, 1):  # of each sum, after the addition
+            vectors = [self.folded(vectors[i], vectors[i + 1], lanes) for i in range(0, len(vectors), 2)]
+        ordered = b.shuffle_vector(*vectors, ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(LANES))))
+        for token in range(self.tokens):
+            to = b.add(out, b.mul(out_stride, self.number(token)))
+            some = self.some(ordered, token * rows, rows)
+            b.store(some, b.inttoptr(to, some.type.as_pointer()), align=4)
+
+    def folded(self, left: Any, right: Any, lanes: int) -> Any:
+        """Adds the first and the last `lanes` of each 2 * `lanes` lanes of two vectors of 8. Returns one vector."""
+        numbers = [first + i for first in range(0, 16, 2 * lanes) for i in range(lanes)]
+        halves = [
+            self.b.shuffle_vector(
+                left, right, ir.Constant(ir.VectorType(ir.IntType(32), 8), [n + after for n in numbers])
+            )
+            for after in (0, lanes)
+        ]
+        return self.b.fadd(*halves)
 
     def rest(self, rows: list[Any], vectors: list[Any], soon: Any, runs: Any, lanes: Any) -> None:
         """Adds the run with fewer lanes, where there is one."""
@@ -103,7 +133,7 @@ class _Emitter:
         scales = [self.v.scales(b.add(row, to_scales), left) for row in rows]
         mask = None if left is None else self.v.first(left, self.lanes)
         codes = [b.add(row, to_codes) for row in rows]
-        if self.whole:
+        if self.parts:
             lane, place = b.add(self.times(run, LANES), self.number(first)), self.times(run, RUN)
             results = self.whole_sums(codes, vectors, b.add(place, self.number(4 * first)), lane, lanes, mask)
         else:
@@ -140,12 +170,12 @@ class _Emitter:
         assert isinstance(self.v, CodeProducts)
         b, v = self.b, self.v
         factors, firsts, half = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
-        for vector in vectors:  # the scales follow both parts of the activations, the sums follow the scales
-            at = b.add(vector, b.add(self.times(self.n, 2), self.times(lane, 4)))
+        for vector in vectors:  # the scales follow all parts of the activations, the sums follow the scales
+            at = b.add(vector, b.add(self.times(self.n, self.parts), self.times(lane, 4)))
             factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
             at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
             firsts.append(v.load(at, v.words, mask) if v.excess else None)
-        sums = [[None, first] for _ in codes for first in firsts]
+        sums = [[*[None] * (self.parts - 1), first] for _ in codes for first in firsts]
         words = LANE_COLUMNS * self.encoding.bits // 32
         for word in range(words):
             self.fetch(words - word)
@@ -153,25 +183,32 @@ class _Emitter:
             for number in range(len(quads[0])):
                 four = word * len(quads[0]) + number
                 numbers = [
-                    [v.word(b.add(start, place), lanes, four, mask) for start in (vector, b.add(vector, self.n))]
+                    [
+                        v.word(b.add(b.add(vector, self.times(self.n, part)), place), lanes, four, mask)
+                        for part in range(self.parts)
+                    ]
                     for vector in vectors
                 ]
                 for i, parts in enumerate(sums):
                     row, token = divmod(i, self.tokens)
                     for part, x in enumerate(numbers[token]):
                         parts[part] = v.add(parts[part], quads[row][number], x)
-        totals = [b.sitofp(b.add(b.mul(upper, v.splat(v.words, BASE)), lower), v.floats) for upper, lower in sums]
+        if self.parts == WORDS:
+            sums = [[b.add(b.mul(upper, v.splat(v.words, BASE)), lower)] for upper, lower in sums]
+        totals = [b.sitofp(total, v.floats) for (total,) in sums]
         return list(zip(totals, factors * len(codes), strict=True))
 
     def total(self, parts: list[Any]) -> Any:
         """Returns the sum of 16 lanes: of two halves, and so on."""
         b = self.b
-        if len(parts) == 1:
-            parts = [self.some(parts[0], 0, 8), self.some(parts[0], 8, 8)]
-        both = b.fadd(*parts)
+        both = b.fadd(*self.halves(parts))
         for lanes in (4, 2, 1):
             both = b.fadd(self.some(both, 0, lanes), self.some(both, lanes, lanes))
         return b.extract_element(both, ir.Constant(ir.IntType(32), 0))
+
+    def halves(self, parts: list[Any]) -> list[Any]:
+        """Returns 16 lanes, in one vector or in two, as two vectors."""
+        return parts if len(parts) == 2 else [self.some(parts[0], 0, 8), self.some(parts[0], 8, 8)]
 
     def some(self, vector: Any, first: int, lanes: int) -> Any:
         kind = ir.VectorType(ir.IntType(32), lanes)
@@ -179,7 +216,7 @@ class _Emitter:
         return self.b.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(first, first + lanes))))
 
 
-def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int, tokens: int) -> Any:
+def _dots(encoding: Encoding, instructions: Instructions, parts: int, rows: int, tokens: int) -> Any:
     """Makes the intrinsic that writes out[token][row] = w[row] . x[index[token]] over n elements; strides in bytes."""
 
     @intrinsic
@@ -196,7 +233,7 @@ def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int
         out_stride: Any,
     ) -> Any:
         def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            _Emitter(builder, encoding, instructions, rows, tokens, whole).dots(*args)
+            _Emitter(builder, encoding, instructions, rows, tokens, parts).dots(*args)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), emit
@@ -205,12 +242,63 @@ def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int
 
 
 @cache
-def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
-    """Makes the same as `gemv.make_rows`, for encoded rows; `whole` with activations in whole numbers."""
+def make_encoded_rows(encoding: Encoding, instructions: Instructions, parts: int) -> Code:
+    """Makes the same as `gemv.make_rows`, for encoded rows; activations are FLOATS or WORDS."""
     widest = 4 if instructions is AVX512 else 2
     together = TOGETHER if encoding.bits == 4 and instructions is AVX512 else 1
-    dots = partial(_dots, encoding, instructions, whole)
+    dots = partial(_dots, encoding, instructions, parts)
     return rows_code("encoded_rows", dots, widest, together)
+
+
+@cache
+def make_byte_rows(encoding: Encoding, instructions: Instructions) -> Code:
+    """Makes the same as `gemv.make_rows`, for encoded rows, many tokens and activations that are BYTES."""
+
+    def dots(rows: int, tokens: int) -> Any:
+        return _dots(encoding, instructions, BYTES, rows, tokens)
+
+    tile, pair, column = (dots(TILE_ROWS, tokens) for tokens in (TILE_TOKENS, 2, 1))
+    single = dots(1, 1)
+
+    @code(*[INT] * 11)
+    def byte_rows(
+        w: int,
+        stride: int,
+        count: int,
+        following: int,
+        x: int,
+        x_stride: int,
+        index: int,
+        tokens: int,
+        n: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        full, end = count - count % TILE_ROWS, w + count * stride
+        for row in range(0, full, TILE_ROWS):
+            line, token = w + row * stride, 0
+            soon = line + TILE_ROWS * stride
+            if soon >= end:
+                soon = following + soon - end
+            while token < tokens:
+                left, which, to = tokens - token, index + 8 * token, out + token * out_stride + 4 * row
+                if left >= TILE_TOKENS:
+                    tile(line, stride, soon, x, x_stride, which, n, to, out_stride)
+                    token += TILE_TOKENS
+                elif left >= 2:
+                    pair(line, stride, soon, x, x_stride, which, n, to, out_stride)
+                    token += 2
+                else:
+                    column(line, stride, soon, x, x_stride, which, n, to, out_stride)
+                    token += 1
+                soon = line  # prefetched already
+        for row in range(full, count):
+            line = w + row * stride
+            for token in range(tokens):
+                to = out + token * out_stride + 4 * row
+                single(line, stride, line, x, x_stride, index + 8 * token, n, to, out_stride)
+
+    return byte_rows
 
 
 TRIAL_COLUMNS, TRIAL_BYTES = 2048, 1 << 20
@@ -224,6 +312,8 @@ class RowCode:
     rows: Code  # as `gemv.make_rows` makes it
     pack: Code  # pack(values, first, count, n, out): elements first:first + count of a vector of n, from float32
     unpack: Code | None  # as `make_unpack` makes it, into the model's type; None where tiles read the rows as they are
+    byte_rows: Code | None = None  # the same as `rows`, for many tokens and activations of 8 bits, if that is faster
+    byte_pack: Code | None = None  # the same as `pack`, for `byte_rows`
 
 
 def usable(whole: bool) -> list[Instructions]:
@@ -239,7 +329,8 @@ def row_parts(encoding: Encoding, bf16: bool) -> list[CompiledPart]:
         return [_plain_part(encoding)]
     candidates = usable(_is_whole(encoding, bf16))
     rows = [_rows_part(encoding, each, bf16) for each in candidates]
-    return [*rows, *(_pack_part(encoding, each, bf16) for each in candidates)]
+    packs = [_pack_part(encoding, each, bf16) for each in candidates]
+    return [*rows, *packs, *_byte_parts(encoding, bf16)]
 
 
 @cache
@@ -253,12 +344,16 @@ def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> Row
     parts = {each: _rows_part(encoding, each, bf16) for each in usable(_is_whole(encoding, bf16))}
     for part in parts.values():
         link(part.codes, directory, part.variant)
-    codes = {each: part.codes[0] for each, part in parts.items()}
-    chosen = min(codes, key=lambda each: _seconds(codes[each], encoding)) if len(codes) > 1 else next(iter(codes))
+    found = {each: part.codes[0] for each, part in parts.items()}
+    chosen = min(found, key=lambda each: _seconds(found[each], encoding)) if len(found) > 1 else next(iter(found))
     part = _pack_part(encoding, chosen, bf16)
     link(part.codes, directory, part.variant)
     unpack, pack = part.codes
-    return RowCode(encoding, codes[chosen], pack, unpack)
+    byte_codes: list[Code] = []
+    for part in _byte_parts(encoding, bf16):
+        link(part.codes, directory, part.variant)
+        byte_codes.extend(part.codes)
+    return RowCode(encoding, found[chosen], pack, unpack, *byte_codes)
 
 
 def _is_whole(encoding: Encoding, bf16: bool) -> bool:
@@ -272,9 +367,17 @@ def _plain_part(encoding: Encoding) -> CompiledPart:
 
 
 def _rows_part(encoding: Encoding, instructions: Instructions, bf16: bool) -> CompiledPart:
-    whole = _is_whole(encoding, bf16)
-    rows = make_encoded_rows(encoding, instructions, whole)
-    return CompiledPart((rows,), f"{encoding.name}.{instructions.name}.{whole}")
+    parts = WORDS if _is_whole(encoding, bf16) else FLOATS
+    rows = make_encoded_rows(encoding, instructions, parts)
+    return CompiledPart((rows,), f"{encoding.name}.{instructions.name}.{parts}")
+
+
+def _byte_parts(encoding: Encoding, bf16: bool) -> list[CompiledPart]:
+    """Returns the part for many tokens with activations of 8 bits, where the processor has fast instructions for it."""
+    if not AVX512.here or not _is_whole(encoding, bf16):
+        return []
+    rows, pack = make_byte_rows(encoding, AVX512), make_pack_whole(excess_of(encoding, AVX512), BYTES)
+    return [CompiledPart((rows, pack), f"{encoding.name}.bytes")]
 
 
 def _pack_part(encoding: Encoding, chosen: Instructions, bf16: bool) -> CompiledPart:
