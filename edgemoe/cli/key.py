@@ -12,6 +12,7 @@ from edgemoe.api.api_keys import new_key, read_keys, remove_key
 from edgemoe.cli.output import console
 from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
 from edgemoe.config.loading import load
+from edgemoe.durable import make_folder
 from edgemoe.errors import ServiceError
 from edgemoe.rights import become_owner
 
@@ -63,6 +64,10 @@ def keygen(args: argparse.Namespace) -> int:
     """Writes a secret key (0600) and prints the entry for the other boxes' lists of peers."""
     path = Path(args.file)
     become_owner(path)
+    try:
+        make_folder(path.parent, 0o755)
+    except OSError as error:
+        raise ServiceError(f"{path.parent} cannot be made: {error.strerror}; make it, or name another place") from error
     node, address = args.node or PLACEHOLDERS["node"], args.address or PLACEHOLDERS["address"]
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)

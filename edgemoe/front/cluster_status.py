@@ -23,7 +23,7 @@ STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
 
 def state_of(members: ClusterMembers, member: Member) -> State:
     """Returns the state of another box."""
-    if member.refusal:
+    if member.refusal and (member.up or not member.was_heard):  # else it has gone meanwhile
         return "refused"
     if not members.is_alive(member.peer.node):
         return "gone"

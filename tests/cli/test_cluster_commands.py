@@ -28,7 +28,7 @@ from edgemoe.telemetry.metrics import named
 def test_a_key_is_private_and_its_entry_goes_into_the_list_as_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "key"
+    file = tmp_path / "etc" / "edgemoe" / "key"
     words = ["keygen", str(file), "--node", "kitchen", "--address", "192.0.2.7:7540"]
     assert edgemoe.cli.main(words) == 0
     printed = capsys.readouterr().out

@@ -21,6 +21,7 @@ from edgemoe.cli import main
 from edgemoe.cli.doctor import checks as box
 from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
 from edgemoe.cluster.rpc.keys import generate
+from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import parse_size
 from edgemoe.demo import model_path
 from edgemoe.store.packer import pack
@@ -346,3 +347,14 @@ def test_a_source_tree_that_is_not_installed_is_said_so(
     monkeypatch.setattr(importlib.metadata, "requires", missing)
     status, found = examined(capsys)
     assert (status, "is not installed" in found["versions"]["said"]) == (0, True)
+
+
+def test_the_disk_of_the_served_store_is_looked_at(tmp_path: Path) -> None:
+    store = tmp_path / "srv" / "store"
+    store.mkdir(parents=True)
+    for path, folder in (
+        (str(store), store.parent),
+        (str(tmp_path / "none"), Path("/var/x")),
+        ("name", Path("/var/x")),
+    ):
+        assert box.served_folder(Settings(model=ModelSettings(path=path, store_dir="/var/x"))) == folder

@@ -55,7 +55,7 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     become_owner(Path(settings.model.store_dir), env=os.environ)  # a test file is written there, and all is read
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield CheckResult("settings", "pass", files)
-    yield from run_check("disk", lambda: checks.disk(Path(settings.model.store_dir), disk_rate))
+    yield from run_check("disk", lambda: checks.disk(checks.served_folder(settings), disk_rate))
     yield from run_check("clock", lambda: checks.clock(checks.dated(settings), time.time()))
     yield from run_check("store", lambda: checks.stores(settings, verify=args.verify))
     yield from run_check("keys", lambda: checks.keys(loaded))

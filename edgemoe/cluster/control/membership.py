@@ -111,6 +111,11 @@ class Member:
         return self.state in PRESENT
 
     @property
+    def was_heard(self) -> bool:
+        """Whether a beat of the box has ever come."""
+        return self.heard_s > float("-inf")
+
+    @property
     def can_take_part(self) -> bool:
         """Whether nothing is known that keeps the box out of the cluster's work."""
         return self.state not in CANNOT_TAKE_PART

@@ -98,6 +98,9 @@ async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monk
         assert {found[node].plane.state.fence.highest for node in ABC} == {epoch}
         described = about.describe(found["a"].plane, {}, None)["members"]
         assert next(box for box in described if box["node"] == "d")["state"] == "refused"
+        await d.die()
+        members = found["a"].plane.state.members
+        await until(lambda: about.state_of(members, members["d"]) == "gone")
 
 
 async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: Path) -> None:
