@@ -7,10 +7,12 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest_asyncio
-from support.front_kit import http_client, openai_client, write_model
-from support.rolling import WITHIN_S, Box, settled, three
+from support.front_kit import KEY, http_client, keyed_address, openai_client, write_model
+from support.rolling import THIS, WITHIN_S, Box, settings_of, settled, three
 from support.waiting import until
 
 from edgemoe.telemetry import metrics as names
@@ -70,6 +72,42 @@ async def test_streams_of_a_frozen_engine_go_on_elsewhere_while_it_is_frozen(box
         os.kill(pid, signal.SIGCONT)
     await until(lambda: settled(boxes), WITHIN_S)
     assert await engine_of(first) == (pid, starts)
+
+
+async def test_the_recipe_for_clients_goes_on_at_the_next_address(tmp_path: Path) -> None:
+    """A front is stopped while its client reads: the answer is whole, and no text comes twice."""
+    page = (Path(__file__).parents[2] / "docs/clients.md").read_text()
+    recipe = page.split("```python\n")[1].split("```")[0].replace("Timeout(60.0", "Timeout(3.0")
+    scope: dict[str, Any] = {}
+    exec(recipe, scope)
+    model, made, addresses = write_model(tmp_path / "model"), [], []
+    for one in settings_of(tmp_path, model, "ab", leader="a"):
+        address, api = keyed_address(tmp_path / one.cluster.node)
+        made.append(msgspec.structs.replace(one, api=msgspec.structs.replace(one.api, **api)))
+        addresses.append(f"http://{address}/v1")
+    found = [Box(one, tmp_path / f"{one.cluster.node}.log") for one in made]
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": TOKENS}
+    try:
+        for box in found:
+            box.start(THIS)
+        await until(lambda: ready(found), WITHIN_S)
+        right = await asyncio.to_thread(lambda: "".join(scope["answer"](addresses[1:], KEY, **asked)))
+        pieces = scope["answer"](["http://127.0.0.1:1/v1", *addresses], KEY, **asked)
+        first = await asyncio.to_thread(next, pieces)
+        assert found[0].process is not None
+        found[0].process.send_signal(signal.SIGSTOP)
+        rest = await asyncio.to_thread(lambda: "".join(pieces))
+        assert first + rest == right
+        assert len(right) == TOKENS
+    finally:
+        for box in found:
+            if box.process is not None:
+                box.process.kill()
+                box.process.wait(10)
+
+
+async def ready(boxes: list[Box]) -> bool:
+    return all([(await box.health()).get("status") == "ready" for box in boxes])
 
 
 async def test_a_stream_that_crawls_goes_on_at_a_box_where_it_does_not(boxes: list[Box]) -> None:
