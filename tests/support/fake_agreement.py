@@ -83,19 +83,22 @@ class FakeMember:
     def blocker(self) -> str:
         return "" if self.is_healthy else "etcd reaches no majority of the voters"
 
-    def _may_run(self) -> bool:
-        """Whether no other box runs as this voter, as far as the other boxes tell."""
-        return self.node not in self.agreement.running and not self.state.incarnations.is_copy
-
     async def run(self) -> None:
+        """Runs unless another box runs as this voter, as far as the other boxes tell."""
+        running = self.agreement.running
         try:
-            while not self._may_run():
+            while True:
+                if self.state.incarnations.is_copy:
+                    self._leave()
+                elif self.node not in running:
+                    running[self.node] = self
                 await asyncio.sleep(0.5)
-            self.agreement.running[self.node] = self
-            await asyncio.Event().wait()
         finally:
-            if self.agreement.running.get(self.node) is self:
-                del self.agreement.running[self.node]
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.agreement.running.get(self.node) is self:
+            del self.agreement.running[self.node]
 
 
 class FakeStore:

@@ -415,7 +415,7 @@ class Cluster:
             and len(refs) == 1
             and plan is not None
             and plan.nodes == ABC
-            and len({store.view().plan for store in stores if store is not None}) == 1
+            and {store.view().plan for store in stores if store is not None} == refs
         )
 
     def one_plan(self) -> bool:

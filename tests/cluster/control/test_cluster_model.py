@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.examples import examples
 from support.planes import ABC, card
-from support.virtual import virtual_cluster
+from support.virtual import Box, virtual_cluster
 
 NODES = st.sampled_from(ABC)
 
@@ -25,6 +26,8 @@ class ClusterOfThree(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.made = virtual_cluster(Path(self.folder.name), seed)
         self.cluster = self.made.__enter__()
+        self.copy: Box | None = None
+        self.copies = 0
         for node in ABC:
             self.do(self.cluster.boxes[node].start())
         self.do(self.cluster.until(self.cluster.settled))
@@ -66,6 +69,41 @@ class ClusterOfThree(RuleBasedStateMachine):
         """Moves its clock by a minute between two beats."""
         self.cluster.boxes[node].ahead_s += 60.0
 
+    @rule(node=NODES)
+    def is_copied_or_its_copy_ends(self, node: str) -> None:
+        """Starts a box from a copy of its disk, beside it or in its place."""
+        if self.copy is not None:
+            self.end_copy()
+        elif self.cluster.boxes[node].directory.exists():
+            self.copy = Box(self.cluster, node, "copy")
+            shutil.rmtree(self.copy.directory, ignore_errors=True)
+            shutil.copytree(self.cluster.boxes[node].directory, self.copy.directory)
+            self.copies += 1
+            self.copy.starts = 1000 * self.copies
+            self.do(self.copy.start())
+
+    def end_copy(self) -> None:
+        if self.copy is not None:
+            self.do(self.copy.die())
+            self.copy = None
+
+    @rule(node=NODES)
+    def is_backed_up(self, node: str) -> None:
+        backup = self.cluster.folder / f"backup-{node}"
+        shutil.rmtree(backup, ignore_errors=True)
+        shutil.copytree(self.cluster.boxes[node].directory, backup)
+
+    @precondition(lambda self: self.cluster.one_plan())
+    @rule(node=NODES)
+    def is_restored(self, node: str) -> None:
+        """Starts with an old state directory."""
+        backup, box = self.cluster.folder / f"backup-{node}", self.cluster.boxes[node]
+        if backup.exists():
+            self.do(box.die())
+            self.cluster.lose_disk(node)
+            shutil.copytree(backup, box.directory)
+            self.do(box.start())
+
     @precondition(lambda self: self.cluster.one_plan())
     @rule(node=NODES)
     def loses_its_disk(self, node: str) -> None:
@@ -99,6 +137,7 @@ class ClusterOfThree(RuleBasedStateMachine):
             cluster = self.cluster
             cluster.cuts.clear()
             cluster.join_up()
+            self.end_copy()
             for node, box in cluster.boxes.items():
                 if not box.sound and box.plane is not None:
                     self.do(box.die())
