@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.telemetry import metrics as names
-from tools.bench import fault_apart
+from tools.bench import fault_apart, fault_gray
 from tools.bench.fault_plan import MOVE_BYTES_PER_S, plan_change
 from tools.bench.fault_state import STATE_BYTES, disk_full, hosted_request_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
@@ -215,6 +215,10 @@ ROWS = {
         absent_s=(2.0,),
     ),
     "wrong-key": Kind(wrong_key, empty=(INTRUDER, GUEST)),
+    "engine-freeze": Kind(fault_gray.engine_freeze),
+    "engine-crawl": Kind(fault_gray.engine_crawl),
+    "throttled": Kind(fault_gray.throttled),
+    "link-flaps": Kind(fault_gray.link_flaps),
     "prefill-kill": _apart(fault_apart.prefill_kill),
     "decode-kill": _apart(fault_apart.decode_kill),
     "kv-corrupt": _apart(fault_apart.kv_corrupt, spoils_kv=True),
