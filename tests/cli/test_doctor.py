@@ -20,6 +20,7 @@ from support import fake_nvml
 from edgemoe.cli import main
 from edgemoe.cli.doctor import checks as box
 from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
+from edgemoe.cli.doctor.doctor_command import served_folder
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import parse_size
@@ -357,4 +358,4 @@ def test_the_disk_of_the_served_store_is_looked_at(tmp_path: Path) -> None:
         (str(tmp_path / "none"), Path("/var/x")),
         ("name", Path("/var/x")),
     ):
-        assert box.served_folder(Settings(model=ModelSettings(path=path, store_dir="/var/x"))) == folder
+        assert served_folder(Settings(model=ModelSettings(path=path, store_dir="/var/x"))) == folder

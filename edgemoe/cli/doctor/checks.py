@@ -197,12 +197,6 @@ def memory(machine: Machine) -> Iterator[CheckResult]:
         yield CheckResult("memlock", state, said)
 
 
-def served_folder(settings: Settings) -> Path:
-    """Returns the folder that has the served store, or in which stores are kept."""
-    path = Path(settings.model.path)
-    return path.parent if path.is_absolute() and path.exists() else Path(settings.model.store_dir)
-
-
 def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[CheckResult]:
     """Checks free space and speed of the stores' disk. `rate` measures bytes a second."""
     place = next(each for each in (store_dir, *store_dir.parents) if each.exists())

@@ -20,6 +20,7 @@ from edgemoe.cli.doctor.etcd_check import etcd_programs
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
+from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes
@@ -55,7 +56,7 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     become_owner(Path(settings.model.store_dir), env=os.environ)  # a test file is written there, and all is read
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield CheckResult("settings", "pass", files)
-    yield from run_check("disk", lambda: checks.disk(checks.served_folder(settings), disk_rate))
+    yield from run_check("disk", lambda: checks.disk(served_folder(settings), disk_rate))
     yield from run_check("clock", lambda: checks.clock(checks.dated(settings), time.time()))
     yield from run_check("store", lambda: checks.stores(settings, verify=args.verify))
     yield from run_check("keys", lambda: checks.keys(loaded))
@@ -70,6 +71,12 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from run_check("unit", checks.unit)
     yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
     yield from run_check("etcd", lambda: etcd_programs(settings.cluster))
+
+
+def served_folder(settings: Settings) -> Path:
+    """Returns the folder that has the served store, or in which stores are kept."""
+    path = Path(settings.model.path)
+    return path.parent if path.is_absolute() and path.exists() else Path(settings.model.store_dir)
 
 
 def run_check(name: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
