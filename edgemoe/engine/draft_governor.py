@@ -19,12 +19,14 @@ MARGIN = 1.02  # least gain in tokens per second for which a step drafts
 LOSS = 0.004  # share of the decoding time that drafts may have lost in all
 FIRST_LOSS_STEPS = 2.0  # mean steps that they may lose before that
 MOST_GAIN = 0.01  # share of the decoding time that past gains count for: later losses are noticed soon
-TRIAL_STEPS = 64  # drafts that are turned down between two trials
+TRIAL_STEPS = 32  # drafts that are turned down between two trials
+TIRED_STEPS, RARELY = 8, 4  # drafts turned down in a row, after which only every so many steps are considered
 MATCHES = (2, 3, 4, 6, 9, 17)  # least tokens of each class of matches
 FIRST_CHANCES = (0.3, 0.45, 0.55, 0.65, 0.75, 0.85)  # of acceptance by class of match, until measured
 PLACES = 4  # of tokens in a draft that are told apart: the first ones, and all others
 PRIOR_TOKENS, REQUEST_TOKENS = 4.0, 3.0  # drafted tokens for which the first guess, and all requests' mean, count
 ADDED = 0.8  # share of a token's experts that a drafted one adds, until measured
+REFIT_STEPS = 8  # between two fits
 FIT_STEPS = 2.0  # steps for which the guess counts of how a step's duration splits
 
 
@@ -87,6 +89,7 @@ class StepCosts:
         self._sums = np.zeros(6)  # of 1, rows, experts, seconds, seconds of stall, experts of sure rows
         self._added = np.array([0.0, 0.0])  # experts that drafted rows added, and those rows' share
         self._fit: Floats | None = None
+        self._unfitted = 0  # steps since the last fit
 
     def observe(self, step: DraftedStep, sure: int) -> None:
         """Adds a step with `sure` rows that were not drafted."""
@@ -98,12 +101,15 @@ class StepCosts:
         if step.drafted and per_row:
             added = (step.experts - step.sure_experts) / per_row
             self._added = MEMORY * self._added + np.array([added, step.drafted])
-        self._fit = None
+        self._unfitted += 1
+        if self._unfitted >= REFIT_STEPS or self._sums[0] < REFIT_STEPS:
+            self._fit = None
 
     @property
     def coefficients(self) -> Floats:
         """Returns a, b and c, none below 0. Where steps do not tell them apart, a guess from the stall does."""
         if self._fit is None:
+            self._unfitted = 0
             count, rows, experts, seconds, stall_s, _ = self._sums
             busy_s = max(0.0, seconds - stall_s)
             guess = np.array([0.35 * busy_s, 0.15 * busy_s, 0.5 * busy_s + stall_s]) / (count, rows, experts)
@@ -155,7 +161,12 @@ class DraftGovernor:
         self.balance_s = 0.0  # that drafts have saved, or lost where negative
         self.decode_s = 0.0  # of steps that only decoded
         self.expert_s = 0.0  # of one more distinct expert, as of the last draft that was considered
-        self._steps = self._turned_down = 0
+        self._steps = self._turned_down = self._asked = 0
+
+    def is_asked(self) -> bool:
+        """Returns whether the next step should look for drafts. Looking takes time, too, where it is in vain."""
+        self._asked += 1
+        return self._turned_down < TIRED_STEPS or self._asked % RARELY == 0
 
     def lengths(self, chances: Row[Floats], sure: int, room: int) -> list[int]:
         """Returns how many tokens of each draft a step checks, that has `sure` other rows and room for `room` drafted.

@@ -56,7 +56,7 @@ class Speculation:
         """Returns the works with drafts to check, each with places for its keys and values."""
         if not works or len(works) >= MOST_ROWS or not all(work.seq.decoding for work in works):
             return works
-        if any(work.seq.missing_expert for work in works):
+        if any(work.seq.missing_expert for work in works) or not self.governor.is_asked():
             return works
         drafts = [self._draft(work.seq) for work in works]
         if not any(draft.tokens for draft in drafts):

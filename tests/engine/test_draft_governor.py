@@ -23,7 +23,8 @@ class World:
 
     def run(self, steps: int, sure: int = 1, match: int = 6, most: int = 8) -> None:
         for number in range(steps):
-            (length,) = self.governor.lengths([self.request.chances(match, most)], sure, 16 - sure)
+            chances = [self.request.chances(match, most)] if self.governor.is_asked() else [np.empty(0)]
+            (length,) = self.governor.lengths(chances, sure, 16 - sure)
             right = next((n for n in range(length) if self.random.random() > self.accepts(number)), length)
             sure_experts = int(LAYERS_TIMES_K * sure**0.8)
             experts = sure_experts + int(self.added * LAYERS_TIMES_K * length)
@@ -71,6 +72,15 @@ def test_a_change_for_the_worse_is_noticed() -> None:
     assert won_s > 0
     lost_s = world.took_s - (world.plain_s() - won_s)
     assert lost_s < 0.02 * (world.tokens - before) / world.tokens * world.plain_s()
+
+
+def test_a_change_for_the_better_is_noticed() -> None:
+    world = World(row_s=1e-5, expert_s=2e-5, accepts=lambda _: 0.0)
+    world.run(1500)
+    world.accepts = lambda _: 0.95
+    before_s, before = world.took_s, world.tokens
+    world.run(3000)
+    assert world.took_s - before_s < 0.8 * (world.tokens - before) / world.tokens * world.plain_s()
 
 
 def test_a_request_is_judged_by_its_own_drafts() -> None:
