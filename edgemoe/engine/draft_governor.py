@@ -20,7 +20,7 @@ LOSS = 0.004  # share of the decoding time that drafts may have lost in all
 FIRST_LOSS_STEPS = 2.0  # mean steps that they may lose before that
 MOST_GAIN = 0.01  # share of the decoding time that past gains count for: later losses are noticed soon
 TRIAL_STEPS = 32  # drafts that are turned down between two trials
-TIRED_STEPS, RARELY = 8, 4  # drafts turned down in a row, after which only every so many steps are considered
+TIRED_STEPS, RARELY = 8, 4  # drafts turned down in a row, after which one of RARELY steps is considered
 MATCHES = (2, 3, 4, 6, 9, 17)  # least tokens of each class of matches
 FIRST_CHANCES = (0.3, 0.45, 0.55, 0.65, 0.75, 0.85)  # of acceptance by class of match, until measured
 PLACES = 4  # of tokens in a draft that are told apart: the first ones, and all others
@@ -164,7 +164,7 @@ class DraftGovernor:
         self._steps = self._turned_down = self._asked = 0
 
     def is_asked(self) -> bool:
-        """Returns whether the next step should look for drafts. Looking takes time, too, where it is in vain."""
+        """Returns whether the next step should look for drafts. Looking takes time even where it finds none."""
         self._asked += 1
         return self._turned_down < TIRED_STEPS or self._asked % RARELY == 0
 

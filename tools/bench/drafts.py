@@ -2,10 +2,8 @@
 
     python -m tools.bench.drafts --store DIR [--rounds 2] [--tokens 96] [--json]
 
-The store is a model of random weights with the demo model's tokenizer (`tools.bench.make_model --tokenizer-from
-edgemoe/demo/model`, then `edgemoe pack`). Its steps are computed in full, but the answers are given texts: each row's
-logits are made to choose the text's next token. Both contenders have tiers of their own, and take turns of a few steps.
-Experts that are not in memory are read from the store. The speed by processor time is less disturbed by other programs.
+`tools/bench/results/drafts.md` says how to make the store. Each row's logits are replaced to choose the next token of a
+given text. Contenders have tiers of their own, and take turns of a few steps.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import Batch, StepMeta
 
 ROOT = Path(__file__).parents[2]
-CONTEXT, PROMPT_TOKENS = 1024, 400
+CONTEXT, PROMPT_TOKENS = 512, 256
 TURN_STEPS = 4  # of one contender, before the other goes on
 SHARES, BATCHES = (1.0, 0.5, 0.25), (1, 4)
 
@@ -79,8 +77,8 @@ class Texts:
         return Script(prompt, said, self._encode(expected)[: self._tokens])
 
     def code_edit(self) -> tuple[str, str, str]:
-        """A file is asked for again with a name changed."""
-        text = self._random.choice(self._code)[600:1500]
+        """Makes an answer that repeats the prompt's file with other names."""
+        text = self._random.choice(self._code)[600:1200]
         words = sorted(set(re.findall(r"\b[a-z_]{6,}\b", text)))
         edited = text
         for word in self._random.sample(words, 2):
@@ -88,12 +86,12 @@ class Texts:
         return text + "\n\nWith other names:\n", edited, ""
 
     def code_edit_predicted(self) -> tuple[str, str, str]:
-        """The same, where the request sends the file as its prediction instead of in its prompt."""
+        """Makes an edit of a file that is the request's prediction instead of a part of its prompt."""
         text, edited, _ = self.code_edit()
         return "Rewrite the file with other names.\n", edited, text
 
     def code(self) -> tuple[str, str, str]:
-        """The second half of a file follows the first."""
+        """Makes the second half of a file follow the first."""
         text = self._random.choice(self._code)
         return text[: len(text) // 2], text[len(text) // 2 :], ""
 
@@ -103,7 +101,7 @@ class Texts:
         return text[at - 1500 : at], text[at : at + 2000], ""
 
     def chat(self) -> tuple[str, str, str]:
-        """An answer that cites a sentence of the question now and then."""
+        """Makes an answer that cites a sentence of the question now and then."""
         asked, answer, _ = self.prose()
         parts = [part for part in asked.split(". ") if 40 < len(part) < 200]
         said = answer[:300] + "".join(f'\n> "{part}"\n{answer[300:420]}' for part in parts[:3]) + answer[420:]
@@ -119,7 +117,7 @@ class Texts:
         return "[" + ",\n".join(lines[:6]) + ",\n", ",\n".join(lines[6:]), ""
 
     def high_temperature(self) -> tuple[str, str, str]:
-        """Random tokens follow a text."""
+        """Makes random tokens follow a text."""
         return self.prose()[0], "", ""
 
     def _encode(self, text: str) -> list[int]:

@@ -158,7 +158,7 @@ class RankPredictor:
         for at in np.flatnonzero(~meta.decode)[: max(0, TRACKS - decoding)].tolist():
             first, last = ends[at] - meta.query_lens[at], ends[at]
             self._prompted |= self.predictor.add_prompt(meta.requests[at], ids[:, first:last])
-        for at in np.flatnonzero(meta.decode & (meta.query_lens > 1))[:TRACKS].tolist():
+        for at in np.flatnonzero(meta.drafted)[:TRACKS].tolist():
             self.predictor.add_prompt(meta.requests[at], ids[:, meta.sure_rows[at] + 1 : ends[at]])
 
     def end_step(self, share_s: float) -> bool:

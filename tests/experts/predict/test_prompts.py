@@ -110,6 +110,24 @@ def test_prompts_beside_decoding_sequences_are_told_apart() -> None:
     assert policy.predictor.history.visits.tolist() == [14.0] * L  # averages count decoded tokens only
 
 
+def test_accepted_drafts_are_remembered_behind_their_sequences_own_tokens() -> None:
+    controller, ids = PredictionController(L, E, K, kept=PredictorFiles(None, KERNELS)), text(8, 6)
+    assert controller.wait_idle(120)
+    nothing = np.zeros(6, np.int64)
+    drafted = StepMeta(("a",), np.array([6]), np.ones(1, np.bool_), nothing, nothing, drafted=np.array([5]))
+    step = StepRouting(drafted, ids, np.zeros(ids.shape, np.float32), {}, 1.0, 0.0)
+    controller.on_step_begun(drafted, ids)
+    controller.observe(step.without_rejected(np.array([3])))
+    assert controller.wait_idle(20)
+    memory = controller.predictive.predictor.memory
+    alone = NextUsePredictor(L, E, K)
+    add_prompt(alone, ids[:, :4], "a")
+    assert memory.written == 4
+    kept, wanted = (set(each.chosen[0, 0, :4].tolist()) for each in (memory, alone.memory))
+    assert kept == wanted
+    controller.close()
+
+
 def test_one_prompt_does_not_push_out_all_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", 80)
     predictor = NextUsePredictor(L, E, K)

@@ -108,6 +108,25 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
     np.testing.assert_allclose(scoutgate.forecast.probs, wanted.numpy(), atol=2e-3)
 
 
+def test_rejected_drafts_leave_no_trace(scoutgate: ScoutGateForecaster) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, E, (L, 3 + 4, K))
+    for name, step in (("a", [5, 9, 2, 7]), ("b", [5, 9])):
+        run(scoutgate, meta((name,), [[3, 1, 4]], [0], [False]), ids[:, :3])
+        drafted = replace(meta((name,), [step], [3], [True]), drafted=np.array([len(step) - 1]))
+        scoutgate.on_step_begun(drafted)
+        assert scoutgate.wait_idle(10)
+        scoutgate.learn(routing(drafted, ids[:, 3 : 3 + len(step)]).without_rejected(np.array([1])))
+        assert scoutgate.wait_idle(10)
+    forecasts = []
+    for name in ("a", "b"):
+        run(scoutgate, meta((name,), [[6]], [5], [True]))
+        assert scoutgate.forecast is not None
+        assert list(scoutgate._tracks[name].tokens) == [3, 1, 4, 5, 9, 6]
+        forecasts.append(scoutgate.forecast.probs)
+    np.testing.assert_array_equal(*forecasts)
+
+
 def test_a_restarted_sequence_forgets_its_past(scoutgate: ScoutGateForecaster) -> None:
     run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [False]))
     run(scoutgate, meta(("a",), [[5]], [40], [True]))  # a replay: not the next position
