@@ -20,7 +20,9 @@ LOSS = 0.004  # share of the decoding time that drafts may have lost in all
 FIRST_LOSS_STEPS = 2.0  # mean steps that they may lose before that
 MOST_GAIN = 0.01  # share of the decoding time that past gains count for: later losses are noticed soon
 TRIAL_STEPS = 32  # drafts that are turned down between two trials
+FIRST_DRAFTS, LIKELY, MOST_TRIED = 12, 0.4, 4  # steps that try likely tokens at first, their least chance, their number
 TIRED_STEPS, RARELY = 8, 4  # drafts turned down in a row, after which one of RARELY steps is considered
+KNOWN_STEPS = 32  # after which one of RARELY steps without drafts is fitted
 MATCHES = (2, 3, 4, 6, 9, 17)  # least tokens of each class of matches
 FIRST_CHANCES = (0.3, 0.45, 0.55, 0.65, 0.75, 0.85)  # of acceptance by class of match, until measured
 PLACES = 4  # of tokens in a draft that are told apart: the first ones, and all others
@@ -161,7 +163,7 @@ class DraftGovernor:
         self.balance_s = 0.0  # that drafts have saved, or lost where negative
         self.decode_s = 0.0  # of steps that only decoded
         self.expert_s = 0.0  # of one more distinct expert, as of the last draft that was considered
-        self._steps = self._turned_down = self._asked = 0
+        self._steps = self._drafted = self._turned_down = self._asked = 0
 
     def is_asked(self) -> bool:
         """Returns whether the next step should look for drafts. Looking takes time even where it finds none."""
@@ -188,10 +190,13 @@ class DraftGovernor:
                 best, taken = (sure + gain) / longer, count
         if not taken:
             self._turned_down += 1
-            if self._turned_down < TRIAL_STEPS or not self._may_lose(0.5):
+            likely = sum(-chance >= LIKELY for chance, _ in offers)
+            is_new = self._drafted < FIRST_DRAFTS and likely > 0
+            if not (is_new or self._turned_down >= TRIAL_STEPS) or not self._may_lose(0.5):
                 return nothing
-            taken = 1
+            taken = max(1, min(likely, MOST_TRIED))
         self._turned_down = 0
+        self._drafted += 1
         for _, at in offers[:taken]:
             nothing[at] += 1
         return nothing
@@ -201,6 +206,8 @@ class DraftGovernor:
         sure = step.rows - step.drafted
         self.decode_s += step.step_s
         self._steps += 1
+        if not step.drafted and self._steps > KNOWN_STEPS and self._steps % RARELY:
+            return  # steps without drafts are much alike
         if step.drafted and self.costs.is_known:
             plain_s = self.costs.step_s(sure, step.sure_experts)
             self.balance_s += step.accepted * plain_s / sure - (step.step_s - plain_s)

@@ -6,19 +6,15 @@ and comparing: no token differs, whether it is the likeliest or drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
-
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.draft_governor import AcceptanceCounts, DraftedStep, DraftGovernor
 from edgemoe.engine.ngram_drafts import Draft, NgramLookup
 from edgemoe.engine.scheduler import ScheduledWork
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step_shares import StepShares
-from edgemoe.engine.steps import count_active_experts
+from edgemoe.engine.steps import CommittedStep, count_active_experts
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
-from edgemoe.types.arrays import IntArray
-from edgemoe.types.step import StepRouting
 
 MOST_ROWS = 16  # of a step with drafts: kernels and graphs of few rows compute no more
 MOST_DRAFTED = 8  # tokens of one draft
@@ -71,22 +67,25 @@ class Speculation:
             for work, draft, length in zip(works, drafts, lengths, strict=True)
         ]
 
-    def observe(self, works: Row[ScheduledWork], accepted: IntArray, routing: StepRouting, step_s: float) -> None:
-        """Adds a step that only decoded: how many drafted tokens of each work [S] were accepted."""
-        drafted = 0
-        for work, right in zip(works, accepted.tolist(), strict=True):
-            if work.draft:
-                drafts, count = self._drafts_of(work.seq), len(work.draft)
-                drafts.acceptance.observe(drafts.match, count, right)
-                self.accepted += right
-                self.rejected += count - right
-                drafted += count
-                self._blocks.trim(work.seq)
-        experts = sure = count_active_experts(routing.ids)
-        if drafted:
+    def observe(self, step: CommittedStep) -> None:
+        """Adds a step that only decoded, whose drafts are checked."""
+        routing, drafted, sure = step.computed.routing, 0, step.experts
+        if len(routing.meta.drafted):
+            drafted = int(routing.meta.drafted.sum())
             sure = count_active_experts(routing.ids[:, routing.meta.sure_rows])
-        rows, right = len(routing.meta.tokens), int(accepted.sum())
-        self.governor.observe(DraftedStep(rows, drafted, right, experts, sure, step_s, routing.stall_s))
+            for work, right in zip(step.computed.works, step.accepted.tolist(), strict=True):
+                if work.draft:
+                    self._observe_draft(work, right)
+        rows, right = len(routing.meta.tokens), int(step.accepted.sum())
+        self.governor.observe(DraftedStep(rows, drafted, right, step.experts, sure, step.step_s, routing.stall_s))
+
+    def _observe_draft(self, work: ScheduledWork, right: int) -> None:
+        """Counts a checked draft, of which the first `right` tokens were accepted."""
+        drafts, count = self._drafts_of(work.seq), len(work.draft)
+        drafts.acceptance.observe(drafts.match, count, right)
+        self.accepted += right
+        self.rejected += count - right
+        self._blocks.trim(work.seq)
 
     def _draft(self, seq: Sequence) -> Draft:
         drafts = self._drafts_of(seq)
@@ -108,4 +107,5 @@ class Speculation:
 
     def _with_draft(self, work: ScheduledWork, draft: Draft, length: int) -> ScheduledWork:
         self._drafts_of(work.seq).match = draft.match
-        return work._replace(draft=draft.tokens[: self._blocks.extend(work.seq, length)])
+        places = self._blocks.extend(work.seq, length)
+        return work._replace(draft=draft.tokens[: max(0, places)])

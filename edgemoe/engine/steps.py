@@ -62,31 +62,29 @@ def make_batch(works: Rows[ScheduledWork], meta: StepMeta) -> Batch:
     drafted tokens behind it.
     """
     wanted: list[int] = []
+    query_lens: list[int] = []
+    context_lens: list[int] = []
+    block_tables: list[list[int]] = []
+    window_tables: list[list[int]] = []
     for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
-        first, last = int(start) - work.seq.computed, int(start) + work.tokens - 1
-        wanted += [first + place for place in work.seq.prompt_logprob_positions(work.tokens)]
-        if completes(work):
-            wanted += range(last, last + 1 + len(work.draft))
-    each = [(work.tokens, *[1] * len(work.draft)) for work in works]
+        (seq, tokens, draft), first = work, int(start)
+        context, last, rows = seq.computed + tokens, first + tokens - 1, 1 + len(draft)
+        wanted += [first - seq.computed + place for place in seq.prompt_logprob_positions(tokens)]
+        wanted += range(last, last + rows) if completes(work) else ()
+        query_lens += [tokens, *[1] * len(draft)]
+        context_lens += range(context, context + rows)
+        block_tables += [seq.blocks] * rows
+        window_tables += [seq.window_blocks] * rows if seq.window_blocks else ()
     return Batch(
         tokens=torch.from_numpy(meta.tokens),
         positions=torch.from_numpy(meta.positions),
-        query_lens=[count for counts in each for count in counts],
-        context_lens=[
-            context
-            for work, counts in zip(works, each, strict=True)
-            for context in (work.seq.computed + np.cumsum(counts)).tolist()
-        ],
-        block_tables=[work.seq.blocks for work, counts in zip(works, each, strict=True) for _ in counts],
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=block_tables,
         logit_rows=torch.tensor(wanted, dtype=torch.int64),
         decode=bool(meta.decode.all()),
         states=[StateUse(work.seq.state, work.seq.next_states) for work in works if work.seq.next_states],
-        window_tables=[
-            work.seq.window_blocks
-            for work, counts in zip(works, each, strict=True)
-            for _ in counts
-            if work.seq.window_blocks
-        ],
+        window_tables=window_tables,
     )
 
 
@@ -219,8 +217,11 @@ class ForwardRunner:
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
         return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 
-    def commit(self, step: ForwardResult) -> None:
-        """Counts the step's tokens, without drafts, as computed, and adds to the totals."""
+    def commit(self, step: ForwardResult) -> int:
+        """Counts the step's tokens, without drafts, as computed, and adds to the totals.
+
+        Returns the number of distinct experts, summed over layers.
+        """
         works, _, routing, step_s = step
         meta = routing.meta
         ids = routing.ids[:, rows_of(works)] if len(meta.drafted) else routing.ids
@@ -233,9 +234,11 @@ class ForwardRunner:
         phase = "prefill" if prompt_tokens else "decode"
         self.totals["steps", phase] += 1
         self.totals["seconds", phase] += step_s
-        self.totals["experts", phase] += count_active_experts(routing.ids)
+        experts = count_active_experts(routing.ids)
+        self.totals["experts", phase] += experts
         self.totals["tokens", "prefill"] += prompt_tokens
         self.totals["tokens", "decode"] += decoding
+        return experts
 
     def accept_draft(self, seq: Sequence, ids: npt.NDArray[np.int16]) -> None:
         """Counts the last token of `seq`, which a committed step computed as a draft with routing `ids` [L, 1, k]."""
@@ -298,6 +301,7 @@ class CommittedStep(NamedTuple):
     computed: ForwardResult
     accepted: IntArray
     step_s: float  # with sampling
+    experts: int  # distinct ones, summed over layers
 
 
 class StepRunner:
@@ -362,7 +366,7 @@ class StepRunner:
     def _observe_speed(self, step: CommittedStep) -> None:
         routing, speculation = step.computed.routing, self._scheduler.speculation
         if speculation is not None and routing.meta.decode.all():
-            speculation.observe(step.computed.works, step.accepted, routing, step.step_s)
+            speculation.observe(step)
 
     def _run_parts(self, works: Rows[ScheduledWork], again: bool, error: Exception) -> list[SequenceOutcome]:
         """Computes a failed step in smaller ones, down to the sequence that fails alone."""
@@ -428,10 +432,10 @@ class StepRunner:
 
     def _commit(self, attempt: UncommittedStep, step_s: float) -> list[SequenceOutcome]:
         """Commits the step's results. Runs no code that a request's settings can make raise."""
-        self._runner.commit(attempt.computed)
+        experts = self._runner.commit(attempt.computed)
         for seq, lines in attempt.prompt_logprobs:
             seq.prompt_logprobs += lines
-        step = CommittedStep(attempt.computed, np.zeros(len(attempt.outcomes), np.int64), step_s)
+        step = CommittedStep(attempt.computed, np.zeros(len(attempt.outcomes), np.int64), step_s, experts)
         if len(attempt.computed.routing.meta.drafted):
             self._checking = step
         else:
