@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.drafting import drafting
 from support.engine_kit import Drive, Model, prompt
 from support.family_kit import family_model
 from support.kept import KERNELS
@@ -144,6 +145,22 @@ def test_tokens_are_those_of_a_cache_that_keeps_all(windowed: Windowed, settings
     assert ask(drive) == windowed.expected
     if way := settings.get("preemption"):
         assert drive.engine.scheduler.paused_total["park" if way == "park" else "recompute"] > 0
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_drafts_change_no_token(windowed: Windowed, few: bool) -> None:
+    """Drafts come from the right answer with some tokens changed, so that some are accepted and others are not."""
+    window_blocks, right = windowed.least if few else 0, windowed.expected[1]
+    drive = Drive(model=windowed.model, window_blocks=window_blocks, drafts="lookup")
+    with drafting():
+        said = [token if place % 9 else (token + 1) % 96 for place, token in enumerate(right, start=1)]
+        submit(drive, prompt(150, 150, 96), "r150", TOKENS, expected=said)
+        drive.run()
+    assert drive.tokens("r150") == right
+    speculation = drive.engine.speculation
+    assert speculation is not None
+    assert speculation.accepted > 0
+    assert speculation.rejected > 0
 
 
 @pytest.mark.parametrize("preemption", ["park", "recompute"])
