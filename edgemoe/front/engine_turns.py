@@ -20,12 +20,14 @@ from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import CapacityError
 from edgemoe.front.engine_process import LOOK_S
+from edgemoe.front.model_facts import ModelFacts
 from edgemoe.front.model_host import ModelHost, PoolDoors
 from edgemoe.front.start_turn import StartForgone, StartProgress
 from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
 
 PATIENCE_S = 10.0  # that a model waits for memory before busy models take no further requests
-SPARE = 4 / 3  # memory of a model whose budget is not stated, for each byte of its store; the rest is for KV
+KV_PART = 3  # bytes of a store over bytes of its KV, where these are not stated
+MARGIN = 1.02  # for whole slots and blocks
 IN_RAM = ("cpu", "emulated")  # devices without memory of their own
 replace_settings = msgspec.structs.replace
 
@@ -80,7 +82,7 @@ class EngineTurns:
     async def _claim(self, host: ModelHost, settings: Settings) -> None:
         """Waits until the model's memory is free, and holds it. Raises CapacityError where it never will be."""
         facts = await asyncio.to_thread(self._doors.facts, settings)
-        host.memory = self._memory_of(host, settings, facts.store.disk_bytes)
+        host.memory = self._memory_of(host, settings, facts)
         self._waiting.append(host)
         try:
             while not self._takes(host, host.memory):
@@ -131,7 +133,7 @@ class EngineTurns:
     def _keeps_memory(self, host: ModelHost) -> bool:
         return host.is_held or (host.served.is_pinned and host not in self._leaving)
 
-    def _memory_of(self, host: ModelHost, settings: Settings, disk_bytes: int) -> ModelMemory:
+    def _memory_of(self, host: ModelHost, settings: Settings, facts: ModelFacts) -> ModelMemory:
         """Returns the memory for a model: as stated, else as it needs, at most the pinned models' rest.
 
         Raises CapacityError.
@@ -139,12 +141,12 @@ class EngineTurns:
         pinned = [holder for holder in self._holders(host) if holder.is_pinned]
         room, taken = self._of_all(), total_of(pinned)
         left = ModelMemory(room.ram_bytes - taken.ram_bytes, room.vram_bytes - taken.vram_bytes)
-        stated, needed = stated_memory(settings), needed_memory(settings, disk_bytes)
+        stated, needed = stated_memory(settings), needed_memory(settings, facts)
         memory = ModelMemory(
             stated.ram_bytes or min(needed.ram_bytes, left.ram_bytes),
             (stated.vram_bytes or min(needed.vram_bytes, left.vram_bytes)) if room.vram_bytes else 0,
         )
-        if not left.holds(memory) or (disk_bytes and memory.ram_bytes <= 0):
+        if not left.holds(memory) or (facts.info is not None and memory.ram_bytes <= 0):
             raise CapacityError(
                 f"the model {host.name!r} needs {format_size(max(0, memory.ram_bytes))} of RAM; pinned models "
                 f"leave {format_size(max(0, left.ram_bytes))} of {format_size(room.ram_bytes)}: set lower "
@@ -200,9 +202,11 @@ class EngineTurns:
             return
         settings = host.served.engine
         facts = await asyncio.to_thread(self._doors.facts, settings)
-        stated, needed = stated_memory(settings), needed_memory(settings, facts.store.disk_bytes)
+        stated, needed = stated_memory(settings), needed_memory(settings, facts)
         host.memory = ModelMemory(stated.ram_bytes or needed.ram_bytes, stated.vram_bytes or needed.vram_bytes)
         host.is_held = True
+        if not self._of_all().vram_bytes:  # there is no GPU
+            host.memory = ModelMemory(host.memory.ram_bytes)
 
     @property
     def has_several(self) -> bool:
@@ -277,8 +281,14 @@ def stated_memory(settings: Settings) -> ModelMemory:
     return ModelMemory(settings.memory.limit_bytes, max(device.limit_bytes for device in settings.device))
 
 
-def needed_memory(settings: Settings, disk_bytes: int) -> ModelMemory:
-    """Returns the memory for all of a model whose store has `disk_bytes`, its KV, and emulated devices."""
+def needed_memory(settings: Settings, facts: ModelFacts) -> ModelMemory:
+    """Returns the memory for all of a model, or its stated budgets, with KV and emulated devices."""
+    dense_bytes, stated = facts.dense_bytes, settings.memory
+    all_experts_bytes = max(0, facts.store.disk_bytes - dense_bytes)
+    kv_bytes = stated.kv_bytes or facts.store.disk_bytes // KV_PART
     emulated_bytes = sum(device.expert_bytes for device in settings.device if device.kind == "emulated")
-    whole_bytes = int(disk_bytes * SPARE)
-    return ModelMemory(whole_bytes + emulated_bytes, whole_bytes)
+    stated_slabs = (device.expert_bytes for device in settings.device if device.kind != "emulated")
+    on_device_bytes = max(stated_slabs, default=0) or all_experts_bytes
+    ram_bytes = dense_bytes + kv_bytes + (stated.ram_bytes or all_experts_bytes) + emulated_bytes
+    vram_bytes = dense_bytes + kv_bytes + on_device_bytes
+    return ModelMemory(int(ram_bytes * MARGIN), int(vram_bytes * MARGIN))

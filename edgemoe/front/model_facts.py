@@ -29,6 +29,7 @@ class ModelFacts:
     store: StoreFacts = field(default_factory=StoreFacts)
     info: ModelInfo | None = None  # None where the store cannot be read
     context_tokens: int = 0
+    dense_bytes: int = 0  # of all weights except the experts
 
 
 def facts_of(settings: Settings) -> ModelFacts:
@@ -43,7 +44,7 @@ def facts_of(settings: Settings) -> ModelFacts:
         return ModelFacts(str(path))
     info = served_info(settings.model.name, manifest, spec)
     context_tokens = min(settings.engine.context_tokens or spec.context_tokens, spec.context_tokens)
-    return ModelFacts(str(path), store_facts(path), info, context_tokens)
+    return ModelFacts(str(path), store_facts(path), info, context_tokens, manifest.dense.bytes)
 
 
 def store_facts(directory: Path) -> StoreFacts:
