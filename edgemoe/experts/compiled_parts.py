@@ -24,15 +24,15 @@ TIERS = CompiledPart((*TIER_CODES, *ASSIGNMENT_CODES, *ACTIVITY_CODES, *HINT_COD
 
 
 def model_parts(bf16: bool) -> Iterator[CompiledPart]:
-    """Yields all parts that models of one weight type may link."""
+    """Yields all parts that models of one weight type may link. Some gates are float32 in models of bfloat16."""
     yield kernel_part(bf16)
-    for encoding in (BFLOAT16 if bf16 else FLOAT32, INT8, INT4, MXFP4, FP8):
+    for encoding in (*((BFLOAT16,) if bf16 else ()), FLOAT32, INT8, INT4, MXFP4, FP8):
         yield from row_parts(encoding, bf16)
 
 
 def every_part() -> Iterator[CompiledPart]:
     """Yields all parts that some engine may link."""
-    yield from (*model_parts(True), *model_parts(False), TIERS, PREDICTOR)
+    yield from dict.fromkeys((*model_parts(True), *model_parts(False), TIERS, PREDICTOR))
 
 
 def main(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """The decoder of all supported families. The records of the spec hold their differences.
 
-The residual stream is float32; matrices multiply in the model's dtype. Steps with one token per sequence use the fused
-kernels if these can run the model (see `fused`). All others use the torch operations here.
+The residual stream is float32; matrices multiply in the model's dtype. On the CPU, steps of few tokens, one of each
+sequence, run as one plan of kernels (see `fused`). All others use the torch operations here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
 from edgemoe.model.decoder_layers import DenseWeights, MoeRunner, load_weights
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
-from edgemoe.model.fused import FusedDecoder, is_plain
+from edgemoe.model.fused import FusedDecoder
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.types.step import Batch, ExpertExecutor
@@ -32,9 +32,8 @@ class Decoder:
         self._weights, self.kernels = weights, kernels
         self._ropes, self.gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
-        if kernels is not None and is_plain(spec):
-            (rope,) = self._ropes.values()
-            self._fused = FusedDecoder(spec, weights, kernels, rope)
+        if kernels is not None:
+            self._fused = FusedDecoder(spec, weights, kernels, self._ropes)
         self._graphed: GraphedDecoder | None = None
 
     @classmethod
@@ -54,9 +53,8 @@ class Decoder:
         """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
-        by_torch = is_plain(spec) and not spec.dense_encoding  # torch multiplies the prompts' plain matrices
         progress(0.0)
-        weights = load_weights(spec, path, device, None if by_torch else kernels, progress)
+        weights = load_weights(spec, path, device, kernels, progress)
         decoder = cls(spec, weights, device, kernels)
         if graphs and device.type == "cuda":
             decoder._graphed = GraphedDecoder(spec, weights, decoder._ropes, device)

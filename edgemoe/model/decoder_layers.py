@@ -106,18 +106,18 @@ class NormedLayer:
     """A layer of two parts with norms after them, and before them if the block says so."""
 
     def __init__(self, reader: LayerReader) -> None:
-        self._dtype, self._factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
+        self._dtype, self.factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
         norms = [reader.norm(f"{name}.weight") for name in NORMS[reader.spec.block.norms]]
-        self._before = norms[::2] if len(norms) > 2 else (None, None)
-        self._after = norms[1::2] if len(norms) > 2 else norms
-        self._attention, self._feed_forward = _parts(reader)
-        self.gate = self._feed_forward.gate if isinstance(self._feed_forward, ExpertLayer) else None
+        self.before = norms[::2] if len(norms) > 2 else (None, None)
+        self.after = norms[1::2] if len(norms) > 2 else norms
+        self.attention, self.feed_forward = _parts(reader)
+        self.gate = self.feed_forward.gate if isinstance(self.feed_forward, ExpertLayer) else None
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
-        attended = self._attention(self._normed(self._before[0], residual), step)
-        residual.add_(self._after[0](attended.float()), alpha=self._factor)
-        output = _fed_forward(self._feed_forward, self._normed(self._before[1], residual), experts)
-        residual.add_(self._after[1](output.float()), alpha=self._factor)
+        attended = self.attention(self._normed(self.before[0], residual), step)
+        residual.add_(self.after[0](attended.float()), alpha=self.factor)
+        output = _fed_forward(self.feed_forward, self._normed(self.before[1], residual), experts)
+        residual.add_(self.after[1](output.float()), alpha=self.factor)
 
     def _normed(self, norm: Norm | None, residual: torch.Tensor) -> torch.Tensor:
         return (residual if norm is None else norm(residual)).to(self._dtype)
@@ -127,44 +127,44 @@ class OnceNormedLayer:
     """A layer whose two parts read the same normalised residual."""
 
     def __init__(self, reader: LayerReader) -> None:
-        self._dtype, self._factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
-        self._norm = reader.norm("input_layernorm.weight")
-        self._attention, self._feed_forward = _parts(reader)
-        self.gate = self._feed_forward.gate if isinstance(self._feed_forward, ExpertLayer) else None
+        self._dtype, self.factor = DTYPES[reader.spec.dtype], reader.spec.block.residual
+        self.norm = reader.norm("input_layernorm.weight")
+        self.attention, self.feed_forward = _parts(reader)
+        self.gate = self.feed_forward.gate if isinstance(self.feed_forward, ExpertLayer) else None
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
-        hidden = self._norm(residual).to(self._dtype)
-        both = self._attention(hidden, step) + _fed_forward(self._feed_forward, hidden, experts)
-        residual.add_(both, alpha=self._factor)
+        hidden = self.norm(residual).to(self._dtype)
+        both = self.attention(hidden, step) + _fed_forward(self.feed_forward, hidden, experts)
+        residual.add_(both, alpha=self.factor)
 
 
 class ParallelLayer:
     """A layer whose dense network and experts read the same residual, with norms before and after each part."""
 
     def __init__(self, reader: LayerReader) -> None:
-        self._attention = ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader)
-        self._dense = Mlp(reader, "mlp.shared_experts")
+        self.attention = ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader)
+        self.dense = Mlp(reader, "mlp.shared_experts")
         self.gate, self._dtype = Gate(reader), DTYPES[reader.spec.dtype]
-        self._scalar = reader.read("layer_scalar", dtype=torch.float32)
+        self.scalar = reader.read("layer_scalar", dtype=torch.float32)
 
         def norm(name: str) -> Norm:
             return reader.norm(f"{name}.weight")
 
-        self._before_attention, self._after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
-        self._before_dense = norm("pre_feedforward_layernorm")
-        self._after_dense = norm("post_feedforward_layernorm_1")
-        self._before_experts = norm("pre_feedforward_layernorm_2")
-        self._after_experts = norm("post_feedforward_layernorm_2")
-        self._after_both = norm("post_feedforward_layernorm")
+        self.before_attention, self.after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.before_dense = norm("pre_feedforward_layernorm")
+        self.after_dense = norm("post_feedforward_layernorm_1")
+        self.before_experts = norm("pre_feedforward_layernorm_2")
+        self.after_experts = norm("post_feedforward_layernorm_2")
+        self.after_both = norm("post_feedforward_layernorm")
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
-        attended = self._attention(self._before_attention(residual).to(self._dtype), step)
-        residual += self._after_attention(attended.float())
-        dense = self._dense(self._before_dense(residual).to(self._dtype))
-        mixed = experts(residual, self._before_experts(residual).to(self._dtype))
-        both = self._after_dense(dense.float()) + self._after_experts(mixed.float())
-        residual += self._after_both(both)
-        residual *= self._scalar
+        attended = self.attention(self.before_attention(residual).to(self._dtype), step)
+        residual += self.after_attention(attended.float())
+        dense = self.dense(self.before_dense(residual).to(self._dtype))
+        mixed = experts(residual, self.before_experts(residual).to(self._dtype))
+        both = self.after_dense(dense.float()) + self.after_experts(mixed.float())
+        residual += self.after_both(both)
+        residual *= self.scalar
 
 
 def make_layer(reader: LayerReader) -> DecoderLayer:
@@ -206,8 +206,11 @@ class DenseWeights:
         return tuple(layer.gate for layer in self.layers if layer.gate is not None)
 
     def logits(self, last: torch.Tensor, block: BlockSpec) -> torch.Tensor:
-        """Returns the logits [R, V] of normalised hidden states [R, H], float32, bounded as the block's record says."""
-        logits = self.head(last).float()
+        """Returns the logits [R, V] of normalised hidden states [R, H], float32."""
+        return self.bounded(self.head(last).float(), block)
+
+    def bounded(self, logits: torch.Tensor, block: BlockSpec) -> torch.Tensor:
+        """Returns the head's products [R, V] scaled and bounded, as the block's record says."""
         if block.logits != 1.0:
             logits = logits * block.logits
         return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits

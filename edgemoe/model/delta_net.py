@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
 from edgemoe.families.state_mechanisms import DeltaHeads
-from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
-from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext
 from edgemoe.model.convolution import convolve, read_taps
 from edgemoe.model.dense_weights import DenseMatrix, LayerReader
 from edgemoe.model.kv import LayerStates, StepStates
 
 CHUNK = 64  # tokens
-KERNEL_TOKENS = 16  # at most; with more, torch's products are faster
 NORM_EPS = 1e-6  # of queries and keys, independent of the model's own
 
 
@@ -81,17 +76,14 @@ class DeltaNet:
             norm=reader.read("linear_attn.norm.weight"),
             out=reader.matrix("linear_attn.out_proj.weight"),
         )
-        self._record = self._fixed()
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
         layer = step.kv.states.layer(self.number)
-        if step.kernels is not None and not step.states.spans and len(x) <= KERNEL_TOKENS:
-            return self._by_kernel(x, step.states, layer, step.kernels)
-        return self._by_torch(x, step.states, layer)
+        return self._advance(x, step.states, layer)
 
-    def _by_torch(self, x: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+    def _advance(self, x: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
         heads, weights = self.heads, self.weights
         mixed, gate = torch.split(weights.project(x), [heads.channels, heads.values], dim=1)
         beta, decay = linear(x, weights.own).chunk(2, dim=1)
@@ -107,29 +99,6 @@ class DeltaNet:
         gated = rms_norm(out, out.shape[-1:], weights.norm, self.eps) * silu(gate.float().view_as(out))
         return weights.out(gated.flatten(1).to(x.dtype))
 
-    def _by_kernel(self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels) -> torch.Tensor:
-        heads, weights, tokens = self.heads, self.weights, len(x)
-        job, floats = self._record, scratch_floats(tokens, heads.count, heads.dim, heads.value_dim)
-        projected, own = _product(weights.project, x, kernels), _multiply(weights.own, x, kernels)
-        out = torch.empty(tokens, heads.values)
-        job["tokens"], job["projected"], job["own"], job["out"] = tokens, *(t.data_ptr() for t in (projected, own, out))
-        job["reads"], job["writes"] = step.reads.data_ptr(), step.writes.data_ptr()
-        job["tails"], job["matrices"] = states.tails.data_ptr(), states.matrices.data_ptr()
-        job["slot_stride"], job["scratch"] = states.tails.stride(0) * 4, kernels.scratch("delta", floats)
-        kernels.delta(job.ctypes.data)
-        return _product(weights.out, out, kernels).to(x.dtype)
-
-    def _fixed(self) -> npt.NDArray[np.void]:
-        """Returns the DELTA record with the sizes and weights of the layer."""
-        job, heads, weights = np.zeros(1, DELTA), self.heads, self.weights
-        job["key_heads"], job["value_heads"], job["key_dim"] = heads.kv_count, heads.count, heads.dim
-        for name in ("value_dim", "taps", "channels"):
-            job[name] = getattr(heads, name)
-        for name in ("convolution", "rates", "dt_bias", "norm"):
-            job[name] = getattr(weights, name).data_ptr()
-        job["eps"] = self.eps
-        return job
-
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
         heads, weights = self.heads, self.weights
         q, k, v = torch.split(mixed, [heads.keys, heads.keys, heads.values], dim=1)
@@ -142,18 +111,6 @@ class DeltaNet:
             decay=-weights.rates * softplus(decay + weights.dt_bias),
             beta=beta.sigmoid(),
         )
-
-
-def _product(matrix: DenseMatrix, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """Returns x [T, C] times the matrix transposed, float32 [T, R]."""
-    return _multiply(matrix.rows, x, kernels) if matrix.plain else matrix(x).float()
-
-
-def _multiply(rows: torch.Tensor, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    out = torch.empty(len(x), len(rows))
-    is_bf16 = x.dtype == torch.bfloat16
-    kernels.linear(rows.data_ptr(), len(rows), x.shape[1], x.data_ptr(), is_bf16, len(x), out.data_ptr())
-    return out
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import linear, rms_norm
 
 from edgemoe.kernels.cpu.expert_math import activated
 from edgemoe.model.dense_weights import LayerReader
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Gate:
@@ -30,7 +34,7 @@ class Gate:
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chosen experts' ids [T, k] and weights [T, k] float32 for `hidden` [T, H]."""
-        router, scores = self.router, self._scores(hidden)
+        router, scores = self.router, self._scores(self._logits(hidden))
         selection = self._selection_scores(scores)
         weights, ids = selection.topk(router.top_k, dim=-1)
         if selection is not scores:
@@ -41,9 +45,9 @@ class Gate:
             weights = weights * self.expert_scale[ids]
         return ids, weights * router.scale if router.scale != 1.0 else weights
 
-    def chances(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the probability of each expert, [T, E] float32; each token's sum to 1."""
-        scores = self._scores(hidden)
+    def chances(self, hidden: torch.Tensor, multiply: Multiply = linear) -> torch.Tensor:
+        """Returns the probability of each expert, [T, E] float32; each token's sum to 1. `multiply` is as `linear`."""
+        scores = self._scores(self._logits(hidden, multiply))
         selection = self._selection_scores(scores)
         if selection is scores and self.router.score == "softmax":
             return scores
@@ -52,10 +56,12 @@ class Gate:
         above = (selection - least).masked_fill(~open_to, 0.0) + torch.finfo(torch.float32).tiny
         return above / above.sum(-1, keepdim=True)
 
-    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, multiply: Multiply = linear) -> torch.Tensor:
         if self.input_scale is not None:
             hidden = rms_norm(hidden.float(), hidden.shape[-1:], self.input_scale, self._eps)
-        logits = linear(hidden.to(self.weight.dtype), self.weight).float()
+        return multiply(hidden.to(self.weight.dtype), self.weight).float()
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         if self.logit_bias is not None:
             logits = logits + self.logit_bias
         if self.router.logit_cap:
@@ -81,13 +87,13 @@ class Mlp:
 
     def __init__(self, reader: LayerReader, prefix: str, stacked: bool = False) -> None:
         gate_up = ("gate_up_proj",) if stacked else ("gate_proj", "up_proj")
-        self._gate_up = reader.matrix(*(f"{prefix}.{part}.weight" for part in gate_up))  # [2I, H]
-        self._down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
-        self._activation = reader.spec.feed_forward.activation
+        self.gate_up = reader.matrix(*(f"{prefix}.{part}.weight" for part in gate_up))  # [2I, H]
+        self.down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
+        self.activation = reader.spec.feed_forward.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(activated(self._activation, gate, up))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(activated(self.activation, gate, up))
 
 
 class ExpertLayer:
@@ -96,22 +102,22 @@ class ExpertLayer:
     def __init__(self, reader: LayerReader) -> None:
         feed_forward = reader.spec.feed_forward
         self.gate = Gate(reader)
-        self._shared: Mlp | None = None
+        self.shared_mlp: Mlp | None = None
         if feed_forward.shared_width:
-            self._shared = Mlp(reader, "mlp.shared_experts", feed_forward.shared_stacked)
-        self._factor = feed_forward.shared_factor
-        self._shared_gate = reader.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
+            self.shared_mlp = Mlp(reader, "mlp.shared_experts", feed_forward.shared_stacked)
+        self.factor = feed_forward.shared_factor
+        self.shared_gate = reader.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
 
     @property
     def has_shared(self) -> bool:
         """Returns whether tokens share something."""
-        return self._shared is not None
+        return self.shared_mlp is not None
 
     def shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Returns the shared experts' output, [T, H] in the model's dtype; None without any."""
-        if self._shared is None:
+        if self.shared_mlp is None:
             return None
-        output = self._shared(hidden)
-        if self._factor != 1.0:
-            output = output * self._factor
-        return output if self._shared_gate is None else output * linear(hidden, self._shared_gate).sigmoid()
+        output = self.shared_mlp(hidden)
+        if self.factor != 1.0:
+            output = output * self.factor
+        return output if self.shared_gate is None else output * linear(hidden, self.shared_gate).sigmoid()

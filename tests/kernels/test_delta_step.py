@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.stage_kit import new_step, run_stage
 from torch.nn.functional import rms_norm, silu, softplus
 
-from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
+from edgemoe.kernels.cpu.delta_step import DELTA, advance_delta, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
 
 EPS = 1e-6
@@ -36,14 +37,15 @@ class Case:
     def run(self, kernels: Kernels) -> None:
         job = np.zeros(1, DELTA)
         for name, size in self.sizes.items():
-            job[name] = size
+            if name != "tokens":
+                job[name] = size
         for name in ("projected", "own", "convolution", "rates", "dt_bias", "norm", "reads", "writes", "out"):
             job[name] = getattr(self, name).data_ptr()
         job["tails"], job["matrices"] = self.slots.data_ptr(), self.slots.data_ptr() + 4 * self.tail_floats
         job["slot_stride"], job["eps"] = self.slots.stride(0) * 4, EPS
         floats = scratch_floats(*(self.sizes[name] for name in ("tokens", "value_heads", "key_dim", "value_dim")))
         job["scratch"] = kernels.scratch("delta", floats)
-        kernels.delta(job.ctypes.data)
+        run_stage(kernels, new_step(self.sizes["tokens"]), advance_delta, job, each=self.sizes["value_heads"])
 
     def reference(self, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the output and the slot of one token."""

@@ -12,7 +12,6 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from edgemoe.families.state_mechanisms import DeltaHeads
-from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.model.kv import StateCache, StepStates
@@ -70,8 +69,8 @@ class Layer:
 class Sequences:
     """States that move from slot to slot at each step."""
 
-    def __init__(self, layer: Layer, count: int, kernels: Kernels | None = None, slots: int = 40) -> None:
-        self._layer, self._kernels = layer, kernels
+    def __init__(self, layer: Layer, count: int, slots: int = 40) -> None:
+        self._layer = layer
         self.cache = StateCache(layer.heads, 2, slots)
         self.cache.data[1:] = torch.nan  # as left by other sequences
         self.free = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
@@ -97,7 +96,7 @@ class Sequences:
             states=uses,
         )
         states = StepStates.of(batch, torch.device("cpu"))
-        step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache), kernels=self._kernels)
+        step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache))
         self.uses = dict(zip(present, uses, strict=True))
         out = self._layer.ours(torch.cat(chunks), step)
         return list(out.split([len(chunk) for chunk in chunks]))
@@ -126,20 +125,6 @@ def test_prompts_chunks_and_single_tokens_equal_transformers(layer: Layer) -> No
     single = Sequences(layer, 1)
     single.free = [1, 2] * 100  # two slots are enough
     near(torch.cat([single.step(token)[0] for token in x.split(1)]), reference)
-
-
-@torch.inference_mode()
-def test_single_tokens_by_the_kernel_go_on_where_a_prompt_ended(layer: Layer, kernels: dict[bool, Kernels]) -> None:
-    lines = [random(n, n) for n in (70, 1, 30)]
-    both = Sequences(layer, 3, kernels[False], slots=120)
-    first = both.step(*[x[: len(x) // 2] for x in lines])
-    parts = [[part] for part in first]
-    for n in range(35):
-        chunks = [x[len(x) // 2 + n :][:1] for x in lines]
-        for mine, part in zip(parts, both.step(*chunks), strict=True):
-            mine.append(part)
-    for x, mine in zip(lines, parts, strict=True):
-        near(torch.cat(mine), layer.reference(x))
 
 
 @torch.inference_mode()

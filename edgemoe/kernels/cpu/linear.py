@@ -11,6 +11,7 @@ from functools import cache
 from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, jit, record
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_tile
 from edgemoe.kernels.cpu.gemv import make_rows
@@ -25,11 +26,6 @@ from edgemoe.types.arrays import fields
 # * `step` rows in one chunk, set by the kernel
 # * `threads` of the pool
 LINEAR = fields("weight", "line", "rows", "n", "multiply", "x", "index", "tokens", "out", "step", "threads")
-# A matrix, for the records that name several.
-# * `plain` 1 if it is in the model's type
-# * `multiply` and `pack` addresses of the code that multiplies its rows, and that packs vectors for it
-MATRIX = fields("weight", "line", "rows", "n", "multiply", "pack", "plain")
-LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
 
 
 @chunk
@@ -42,26 +38,15 @@ def some_rows(job: int, number: int) -> None:
     call_rows(a.multiply, w, a.line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
 
-_multiplying = address_of(some_rows)
+_multiplying, _rows_in_chunk = address_of(some_rows), jit(rows_in_chunk)
 
 
-@jit
-def run_linear(control: int, job: int) -> None:
-    """Runs the product from a LINEAR record, for kernels."""
+@code(INT, INT)
+def linear(control: int, job: int) -> None:
+    """Runs the product from a LINEAR record."""
     a = record(job, LINEAR)
-    a.step = LONG if a.rows >= 4 * LONG else SHORT
+    a.step = _rows_in_chunk(a.rows)
     parallel(control, _multiplying(), job, (a.rows + a.step - 1) // a.step)
-
-
-@jit
-def multiply_matrix(control: int, job: int, matrix: int, x: int) -> None:
-    """Runs the product of the matrix whose MATRIX record is at an address; the LINEAR record has the rest."""
-    a, m = record(job, LINEAR), record(matrix, MATRIX)
-    a.weight, a.line, a.rows, a.n, a.multiply, a.x = m.weight, m.line, m.rows, m.n, m.multiply, x
-    run_linear(control, job)
-
-
-linear: Code = code(INT, INT)(run_linear.py_func)
 
 
 # The record of one call, out[t, g] = weight[g] . x[t, g]; arrays are addresses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_step import make_step
-from edgemoe.kernels.cpu.delta_step import make_delta
 from edgemoe.kernels.cpu.encoded.row_code import RowCode
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
@@ -26,7 +26,6 @@ from edgemoe.kernels.cpu.linear import (
     GROUPED,
     LINEAR,
     LINEAR_CODE,
-    MATRIX,
     PRODUCT,
     byte_product,
     linear,
@@ -59,11 +58,18 @@ class PagedCache(NamedTuple):
     codes: bool = False  # keys and values are int8, and the scales of a head's lines lie behind them
 
 
+def fill_cache(job: npt.NDArray[np.void], cache: PagedCache) -> None:
+    """Writes a layer's keys and values into an ATTENTION or PREFILL record."""
+    for name in PagedCache._fields:
+        if name != "scale":
+            job[name] = getattr(cache, name)
+
+
 def kernel_part(bf16: bool) -> CompiledPart:
     """Returns the code of the kernels for one weight type, less that of rows (see `row_code`)."""
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
     every = (RUN_HELPER, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
-    made = (make(bf16)[-1] for make in (*refers, make_delta, make_product))
+    made = (make(bf16)[-1] for make in (*refers, make_product))
     return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), "bf16" if bf16 else "f32")
 
 
@@ -85,24 +91,15 @@ class Kernels(KernelContext):
         super().__init__(threads, bf16, directory, byte_activations)
         part = kernel_part(bf16)
         link(part.codes, directory, part.variant, progress)
-        step, layer, head, _ = make_step(bf16)
-        attention, pack, delta = make_attention(bf16)[1], make_pack_all(bf16), make_delta(bf16)[0]
+        attention, pack = make_attention(bf16)[1], make_pack_all(bf16)
         grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]
-        self._step, self._layer, self._head = step.call, layer.call, head.call
+        self._step = make_step(bf16)[0].call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
-        self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
+        self._pack, self._grouped = pack_for.call, grouped.call
         self._prefill, self._product, self._byte_product = prefill.call, product.call, byte_product.call
         self.linear_record = np.zeros(1, LINEAR)
         self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
-
-    def matrix(self, weight: int, rows: int, n: int, code: RowCode | None = None) -> npt.NDArray[np.void]:
-        """Returns the MATRIX record of a weight [rows, n]; `code` is of its encoding, and else of the model's type."""
-        code, record = code or self.row_code(self.dtype), np.zeros(1, MATRIX)
-        record["weight"], record["line"], record["rows"], record["n"] = weight, code.encoding.row_bytes(n), rows, n
-        record["multiply"], record["pack"] = code.rows.address, code.pack.address
-        record["plain"] = code.encoding == self.dtype
-        return record
 
     def linear(
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode | None = None
@@ -171,8 +168,10 @@ class Kernels(KernelContext):
         """
         packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
         self._pack_queries(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, cache.scale)
-        job = self.attention_record(tokens, tables, contexts, cache)
-        job["queries"], job["out"], job["plain"] = packed, out, 1
+        job = self._attention_job
+        fill_cache(job, cache)
+        job["queries"], job["out"], job["plain"], job["iota"] = packed, out, 1, self.iota
+        self.fill_contexts(job, tables, contexts, [cache])
         self._attention(self.pool.control, job.ctypes.data)
 
     def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: PagedCache, out: int) -> None:
@@ -185,46 +184,31 @@ class Kernels(KernelContext):
         span = prefill.span_tokens(*shape, tokens, self.pool.threads)
         piece = prefill.scratch_floats(*shape, cache.head_dim, cache.value_dim, span)
         job = np.zeros(1, PREFILL)
-        job["queries"], job["out"], job["tokens"], job["heads"], job["kv_heads"] = queries, out, tokens, *shape
-        job["head_dim"], job["value_dim"] = cache.head_dim, cache.value_dim
+        fill_cache(job, cache)
+        job["queries"], job["out"], job["tokens"] = queries, out, tokens
         job["table"], job["context"] = table.ctypes.data, context
-        job["keys"], job["values"] = cache.keys, cache.values
-        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
         job["span"], job["piece_bytes"] = span, 4 * piece
-        job["window"], job["sinks"], job["codes"] = cache.window, cache.sinks, cache.codes
         job["scale"] = cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
 
-    def attention_record(
-        self, tokens: int, tables: IntArray, contexts: IntArray, cache: PagedCache
-    ) -> npt.NDArray[np.void]:
-        """Returns the ATTENTION record with all but `queries`, `out` and `plain`. Keep the arrays while it is used."""
-        job, longest = self._attention_job, int(contexts.max())
-        job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads
-        job["head_dim"], job["value_dim"] = cache.head_dim, cache.value_dim
-        job["keys"], job["values"] = cache.keys, cache.values
-        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
-        job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
-        job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
-        job["window"], job["sinks"], job["codes"] = cache.window, cache.sinks, cache.codes
-        read = attention.reach(longest, cache.window)
-        for name, count in attention.scratch_floats(cache.heads, cache.value_dim, tokens, read).items():
-            job[name] = self.scratch(f"attention.{name}", count)
-        return job
+    def fill_contexts(
+        self, jobs: npt.NDArray[np.void], tables: IntArray, contexts: IntArray, caches: Iterable[PagedCache]
+    ) -> None:
+        """Writes contexts and scratch memory into ATTENTION records, which run one after the other over `caches`.
 
-    def whole_step(self, record: int) -> None:
-        """Runs layers with their experts from the WHOLE_STEP record at `record`. `next` becomes the layer reached."""
+        Keep the arrays while the records are used.
+        """
+        tokens, longest, sizes = len(contexts), int(contexts.max()), dict[str, int]()
+        for shape in {(cache.heads, cache.value_dim, cache.window) for cache in caches}:
+            read = attention.reach(longest, shape[2])
+            for name, count in attention.scratch_floats(*shape[:2], tokens, read).items():
+                sizes[name] = max(count, sizes.get(name, 0))
+        for name, count in sizes.items():
+            jobs[name] = self.scratch(f"attention.{name}", count)
+        jobs["tokens"], jobs["longest"], jobs["contexts"] = tokens, longest, contexts.ctypes.data
+        jobs["tables"], jobs["table_width"] = tables.ctypes.data, tables.shape[1]
+
+    def step(self, record: int) -> None:
+        """Runs the plan of the STEP record at this address, up to a layer whose experts the caller computes."""
         self._step(self.pool.control, record)
-
-    def layer(self, record: int) -> None:
-        """Runs the dense part of the layer whose LAYER record lies at this address."""
-        self._layer(self.pool.control, record)
-
-    def delta(self, record: int) -> None:
-        """Advances the states of a gated delta net by one token of each sequence, from the DELTA record there."""
-        self._delta(self.pool.control, record)
-
-    def head(self, record: int) -> None:
-        """Runs the final norm and the head from the HEAD record at this address."""
-        self._head(self.pool.control, record)

@@ -16,7 +16,6 @@ from edgemoe.jit.intrinsics import (
     call_pack,
     f32_at,
     f32_of,
-    i64_at,
     jit,
     load_bf16,
     load_f32,
@@ -33,6 +32,7 @@ _C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.flo
 _GELU, _CUBE = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 _ONE, _TWO, _HALF, _ZERO = np.float32(1.0), np.float32(2.0), np.float32(0.5), np.float32(0.0)
+_LINEAR_FROM = np.float32(16)  # softplus(x) is x in float32
 _THIRD, _FIFTH, _SEVENTH, _LN2 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7), np.float32(np.log(2))
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -60,6 +60,17 @@ def log32(value: float) -> Any:
     t = (m - _ONE) / (m + _ONE)
     s = t * t
     return whole * _LN2 + _TWO * t * (_ONE + s * (_THIRD + s * (_FIFTH + s * _SEVENTH)))
+
+
+@jit
+def softplus(x: float) -> float:
+    """Returns log(1 + exp(x)) with an error of 3e-7: `log32`, bettered by one step of Halley's method."""
+    if x > _LINEAR_FROM:
+        return x
+    u = _ONE + exp32(x)
+    y = log32(u)
+    v = exp32(y)
+    return y + _TWO * (u - v) / (u + v)  # type: ignore[no-any-return]
 
 
 @jit
@@ -147,31 +158,6 @@ def softmax(values: int, count: int) -> Any:
     for k in range(count):
         v[k] = exp32(v[k] - largest)
     return largest, total(values, count)
-
-
-@jit
-def top_k(probs: int, experts: int, k: int, renormalise: int, ids: int, weights: int) -> None:
-    """Writes the k largest of `probs` [experts] into `weights` [k] float32, and their ids into `ids` [k] int64.
-
-    `probs` sum to 1. Of two equal ones the lower id comes first. With `renormalise` the weights sum to 1.
-    """
-    p, chosen, w = f32_at(probs), i64_at(ids), f32_at(weights)
-    mass = _ZERO
-    for place in range(k):
-        best = -1
-        for expert in range(experts):
-            if best >= 0 and p[expert] <= p[best]:
-                continue
-            taken = False
-            for earlier in range(place):
-                taken |= chosen[earlier] == expert
-            if not taken:
-                best = expert
-        chosen[place], w[place] = best, p[best]
-        mass += p[best]
-    if renormalise:
-        for place in range(k):
-            w[place] /= mass
 
 
 @cache
