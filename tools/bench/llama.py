@@ -16,7 +16,7 @@ import numpy as np
 from tools.bench.oracle import serve
 
 MOST_TOKENS = 2048  # of one call
-SEQUENCES, CONTEXT = 16, 256
+SEQUENCES, CONTEXT = 16, 640
 
 
 class Model:
@@ -78,6 +78,16 @@ class Server:
                 write(path, self._config, implementation)
                 self._models[implementation] = Model(path, self._threads)
         self._models[implementation].begin(tokens)
+
+    def prompt(self, implementation: str, tokens: list[list[int]]) -> float:
+        """Returns the seconds of a prompt [1, n] from an empty cache."""
+        start = time.perf_counter()
+        self.begin(implementation, tokens)
+        return time.perf_counter() - start
+
+    def write(self, implementation: str, path: str) -> None:
+        """Writes the GGUF file of a model of this type."""
+        write(Path(path), self._config, implementation)
 
     def decode(self, implementation: str, steps: list[list[list[int]]]) -> float:
         """Returns the mean seconds of a step; each is [batch, 1]."""

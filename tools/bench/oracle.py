@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def spawn(module: str, config: dict[str, Any], threads: int, environment: dict[str, str]) -> Oracle:
-    """Starts a module's process; its model has random weights."""
+def spawn(
+    module: str, config: dict[str, Any], threads: int, environment: dict[str, str], python: str = sys.executable
+) -> Oracle:
+    """Starts a module's process, with `python` as its interpreter; its model has random weights."""
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(writer)],
+        [python, "-m", module, str(writer)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
