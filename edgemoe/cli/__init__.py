@@ -44,6 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"edgemoe: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
+    finally:
+        _drop_unwritable()
+
+
+def _drop_unwritable() -> None:
+    """Drops output whose terminal or reader has gone, which would change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _readable(word: str) -> str:

@@ -239,3 +239,12 @@ def test_the_table_of_tiers_has_the_share_of_expert_calls_that_each_served() -> 
 
     assert sorted(shares({"ram": 3.0, "nvme": 1.0})) == ["25.0%", "75.0%"]
     assert shares({}) == ["", ""]
+
+
+def test_output_that_nobody_reads_any_more_changes_no_exit_code() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command, env = [sys.executable, "-m", "edgemoe", "--version"], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

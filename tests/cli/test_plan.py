@@ -187,7 +187,7 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan_command, "measure_layers", one_second)
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
-    monkeypatch.setattr(plan_command, "Kernels", lambda *_: SimpleNamespace(row_code=lambda _: None))
+    monkeypatch.setattr(plan_command, "Kernels", lambda *_, **__: SimpleNamespace(row_code=lambda _: None))
     monkeypatch.setattr(plan_command, "link", lambda *_: None)
     question = PlanOptions(16, 1, 32, 1, "usual")
     planner, measured = plan_command._measure(subject, question, settings, PhaseReport())

@@ -101,11 +101,11 @@ def frame_of(body: dict[str, Any]) -> bytes:
 class Messages:
     """Draws messages; the same seed draws the same ones."""
 
-    def __init__(self, seed: int, what: str = "") -> None:
+    def __init__(self, seed: int, what: str = "", names: str = "h-") -> None:
         self._rng = random.Random(seed)
         self._values = Values(self._rng, HINTS)
         self._weights = {what: 1} if what else WEIGHTS
-        self._count = 0
+        self._names, self._count = names, 0
 
     def draw(self) -> dict[str, Any]:
         """Draws the body of a message."""
@@ -128,7 +128,7 @@ class Messages:
         rng, request = self._rng, body["request"]
         self._count += 1
         if rng.random() < 0.8:
-            request["id"] = f"h-{self._count}"
+            request["id"] = f"{self._names}{self._count}"
         if rng.random() < MEANT:
             request["prompt"] = self._prompt()
             body["emitted"] = rng.choice(([], [], [], [7], [7] * 8, [VOCAB]))
@@ -262,7 +262,7 @@ async def target() -> AsyncIterator[Target]:
 
 def fuzz(what: str, count: int, seed: int, warm: int = WARM) -> dict[str, Any]:
     """Sends `count` messages to an engine, after `warm` others. After few of them, growth means nothing."""
-    return asyncio.run(_attack(Messages(seed, what), Messages(~seed, what), count, warm))
+    return asyncio.run(_attack(Messages(seed, what), Messages(~seed, what, "h-before-"), count, warm))
 
 
 async def _warm_up(box: Target, messages: Messages, largest: dict[str, Any], warm: int) -> None:
@@ -283,7 +283,6 @@ async def _attack(messages: Messages, others: Messages, count: int, warm: int) -
         right, followed, pids = await box.ask(), box.followed, (box.engine.process.pid,)
         others_wrong: list[list[list[int]]] = []
         await _warm_up(box, others, messages.largest(count), warm)
-        followed.over.clear()  # whose names come again
         began_s, early = time.monotonic(), rss_mb(pids)
         for number in range(count):
             await box.send(messages.draw())

@@ -75,6 +75,8 @@ def read_token(text: str) -> InviteToken:
         token = msgspec.msgpack.decode(packed[:-SUM_BYTES], type=InviteToken)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"the invitation cannot be read; copy it again: {error}") from error
+    if token.text() != text:  # bits that Base64 leaves unused at the end, or another form of the same values
+        raise ConfigError("the invitation is mistyped; copy it again")
     for peer in (*token.peers, Peer(token.node, "host:1", token.peers[0].key)):
         check_peer(peer, "the invitation")
     return token

@@ -38,7 +38,7 @@ async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     if request.param == "fake":
         agreement = FakeAgreement()
         with agreed_by(agreement):
-            state = SimpleNamespace(voters=NAMES)
+            state = SimpleNamespace(voters=NAMES, incarnations=SimpleNamespace(is_copy=False))
             members = [control_plane.EtcdMember(SimpleNamespace(node=name), state) for name in NAMES]  # type: ignore
             tasks = [asyncio.create_task(member.run()) for member in members]
             await asyncio.sleep(0)
