@@ -6,7 +6,6 @@ import ast
 import contextlib
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -14,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from support.turns import by_turns
@@ -35,6 +33,7 @@ from edgemoe.store.hub import HubFile, PartialFile
 from edgemoe.store.manifest import clear
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
+from tools.fuzzing.trials import in_time
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="plants as another user, which takes root")
@@ -232,22 +231,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@contextlib.contextmanager
-def in_time(seconds: int = 20) -> Iterator[None]:
-    """Fails if a pipe keeps a writer waiting."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise AssertionError("it waits for ever")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @as_root
 @pytest.mark.parametrize(("trap", "writer"), by_turns(TRAPS, WRITERS), ids=lambda each: getattr(each, "__name__", each))
 def test_planted_links_do_not_divert_a_writer(others: Path, writer: str, trap: Callable[..., None]) -> None:
@@ -268,7 +251,7 @@ def test_planted_links_do_not_divert_a_writer(others: Path, writer: str, trap: C
         trap(folder / name, others)
         if (folder / name).is_symlink():
             os.chown(folder / name, NOBODY, NOBODY, follow_symlinks=False)
-        with in_time(), contextlib.suppress(OSError, EdgemoeError):
+        with in_time(20), contextlib.suppress(OSError, EdgemoeError):
             write(folder)
         assert roots(others) == before, (writer, name)
 
@@ -281,7 +264,7 @@ def test_a_state_folder_that_is_a_link_of_another_user_is_not_written_through(ot
         (mine / name).symlink_to(target)
         os.chown(mine / name, NOBODY, NOBODY, follow_symlinks=False)
         before = roots(others)
-        with in_time(), pytest.raises((OSError, EdgemoeError)):
+        with in_time(20), pytest.raises((OSError, EdgemoeError)):
             WRITERS[writer](mine / name)
         assert roots(others) == before
 

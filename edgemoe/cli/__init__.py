@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
+import stat
 import sys
 from collections.abc import Sequence
 
@@ -37,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `edgemoe status | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
         if error.filename is None:
+            if _drop_unwritable():  # its terminal has gone
+                return EXIT_FAILED
             raise
         print(f"edgemoe: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
@@ -48,13 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_unwritable()
 
 
-def _drop_unwritable() -> None:
-    """Drops output whose terminal or reader has gone, which would change the exit code."""
+def _drop_unwritable() -> bool:
+    """Drops output whose terminal or reader has gone, and which would change the exit code; returns whether any has."""
+    is_any = False
     for stream in (sys.stdout, sys.stderr):
         try:
+            if stream is None:  # closed before the start
+                continue
+            descriptor = stream.fileno()
+        except OSError:  # in memory
+            continue
+        try:
             stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.write(descriptor, b"")  # which only a terminal that is gone refuses
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO) or stat.S_ISREG(os.fstat(descriptor).st_mode):
+                continue  # a disk is full or fails: that is told
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            is_any = True
+    return is_any
 
 
 def _readable(word: str) -> str:

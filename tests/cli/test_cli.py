@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -241,10 +242,43 @@ def test_the_table_of_tiers_has_the_share_of_expert_calls_that_each_served() -> 
     assert shares({}) == ["", ""]
 
 
-def test_output_that_nobody_reads_any_more_changes_no_exit_code() -> None:
+def gone_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
-    command, env = [sys.executable, "-m", "edgemoe", "--version"], os.environ | {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    return writer
+
+
+def gone_terminal() -> int:
+    ours, its = os.openpty()
+    os.close(ours)
+    return its
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", ["--version", "config --help", "config --example", "config", "nonsense", "config no.x"]
+)
+@pytest.mark.parametrize("gone", [gone_pipe, gone_terminal])
+def test_output_that_nobody_reads_any_more_breaks_no_command(
+    gone: Callable[[], int], words: str, unbuffered: str
+) -> None:
+    command, env = [sys.executable, "-m", "edgemoe", *words.split()], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    whole = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+    for streams in ("stdout",), ("stdout", "stderr"):
+        given = {stream: gone() for stream in streams}
+        options: dict[str, Any] = {"stderr": subprocess.PIPE, **given}
+        done = subprocess.run(command, env=env, timeout=60, check=False, **options)
+        for descriptor in given.values():
+            os.close(descriptor)
+        assert done.returncode in {whole.returncode, 1}
+        assert b"Traceback" not in (done.stderr or b"")
+        assert b"Exception ignored" not in (done.stderr or b"")
+
+
+@pytest.mark.parametrize("words", ["--version", "config --help", "config --example", "config"])
+def test_output_that_a_full_disk_loses_fails_the_command(words: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "edgemoe", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode
+    assert "No space left" in done.stderr

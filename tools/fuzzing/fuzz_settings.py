@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import resource
 import tempfile
 import tomllib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,10 @@ from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import flatten, load
 from edgemoe.config.settings import DeviceSettings, NamedModelSettings, Settings
 from edgemoe.errors import ConfigError
+from tools.fuzzing.trials import run_trials
 
 WHATS = ("file", "set", "damaged")
-GROWTH_MB, KEPT = 100.0, 5
+GROWTH_MB = 100.0
 ENV = {"HOME": "/nowhere"}
 LITERALS = (
     *("true", "0", "1", "-1", "3", "64", "0x7fffffffffffffff", "9223372036854775808", "0x" + "f" * 5000, "9" * 5000),
@@ -36,21 +35,9 @@ HEADERS = ("[model]", "[device]", "[[device]]", "[device.0]", "[[model]]", "[a.b
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Makes and reads `count` settings for each part of the interface."""
-    outcomes: Counter[str] = Counter()
-    faults: list[str] = []
-    before_mb = _largest_mb()
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-") as name:
-        path = Path(name) / "edgemoe.toml"
-        for part in (what,) if what else WHATS:
-            for number in range(count):
-                rng = random.Random(f"{seed} {part} {number}")
-                try:
-                    outcomes[_trial(part, rng, path)] += 1
-                except Exception as error:  # the faults that this looks for
-                    faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
-    grown_mb = _largest_mb() - before_mb
-    told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
-    return told | {"ok": not faults and grown_mb < GROWTH_MB}
+        path, parts = Path(name) / "edgemoe.toml", (what,) if what else WHATS
+        return run_trials(parts, count, seed, lambda part, rng: _trial(part, rng, path), GROWTH_MB)
 
 
 def _trial(part: str, rng: random.Random, path: Path) -> str:
@@ -145,7 +132,3 @@ def _keys() -> dict[str, list[str]]:
     del sections["models"]
     sections |= dict.fromkeys(("models.small", 'models."a b"', "models.\u00e9", "models."), NamedModelSettings)
     return {name: [field.name for field in msgspec.structs.fields(kind)] for name, kind in sections.items()}
-
-
-def _largest_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

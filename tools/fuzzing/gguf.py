@@ -8,26 +8,20 @@ from __future__ import annotations
 import math
 import random
 import shutil
-import signal
 import struct
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from edgemoe.errors import EdgemoeError
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
-from tools.fuzzing.store import GROWTH_MB, KEPT, largest_mb, memory_folder
+from tools.fuzzing.store import GROWTH_MB
+from tools.fuzzing.trials import memory_folder, run_trials
 
 WHATS = ("lies", "bytes")
-WITHIN_S = 60  # of one file, on a busy machine
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 FORMS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", U32: "<I", I32: "<i", F32: "<f", BOOL: "<?", U64: "<Q", 11: "<q", 12: "<d"}
 HIDDEN, LAYERS, HEADS, EXPERTS, WIDTH = 32, 2, 2, 4, 32
@@ -134,28 +128,17 @@ def file_of(keys: list[Key], tensors: list[Tensor], rng: random.Random, lies: in
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Packs `count` wrong files of each kind."""
-    outcomes: Counter[str] = Counter()
-    faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=memory_folder()) as name:
         file, made = Path(name) / "model.gguf", Path(name) / "made"
+
+        def trial(part: str, rng: random.Random) -> str:
+            file.write_bytes(lying(rng) if part == "lies" else damaged(rng))
+            _use(file, made)
+            return "packed"
+
         file.write_bytes(file_of(*good(), random.Random(0), 0))
         _use(file, made)
-        before_mb = largest_mb()
-        for part in (what,) if what else WHATS:
-            for number in range(count):
-                rng = random.Random(f"{seed} {part} {number}")
-                file.write_bytes(lying(rng) if part == "lies" else damaged(rng))
-                try:
-                    with _within(WITHIN_S):
-                        _use(file, made)
-                    outcomes["packed"] += 1
-                except EdgemoeError as error:
-                    outcomes[type(error).__name__] += 1
-                except Exception as error:  # the faults that this looks for
-                    faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
-        grown_mb = largest_mb() - before_mb
-    told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
-    return told | {"ok": not faults and grown_mb < GROWTH_MB}
+        return run_trials((what,) if what else WHATS, count, seed, trial, GROWTH_MB)
 
 
 def lying(rng: random.Random) -> bytes:
@@ -212,17 +195,3 @@ def _use(file: Path, made: Path) -> None:
             pass
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-@contextmanager
-def _within(seconds: int) -> Iterator[None]:
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

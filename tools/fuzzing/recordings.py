@@ -10,21 +10,20 @@ import random
 import struct
 import tempfile
 import zlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from edgemoe.errors import EdgemoeError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry.routing_recording import LENGTH, MAGIC, SUFFIX, RecordingHeader, RoutingBlock, read_recording
 from scoutgate.convert import requests_of
-from tools.fuzzing.store import GROWTH_MB, KEPT, largest_mb, memory_folder
 from tools.fuzzing.trees import ODDITIES
+from tools.fuzzing.trials import memory_folder, run_trials
 
 WHATS = ("lies", "bytes")
+GROWTH_MB = 600.0  # of the process, at its largest: a block may hold 256 MiB, and its parts again
 LAYERS, EXPERTS, TOP_K, STEPS = 2, 8, 2, 12
 NUMBERS = [each for each in ODDITIES if isinstance(each, int) and -(2**63) <= each < 2**64]
 
@@ -92,27 +91,17 @@ def damaged(rng: random.Random) -> bytes:
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Reads `count` wrong files of each kind."""
-    outcomes: Counter[str] = Counter()
-    faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=memory_folder()) as name:
         file = Path(name) / f"recording{SUFFIX}"
+
+        def trial(part: str, rng: random.Random) -> str:
+            file.write_bytes(lying(rng) if part == "lies" else damaged(rng))
+            _use(file)
+            return "read"
+
         file.write_bytes(file_of(random.Random(0), *good()))
         _use(file)
-        before_mb = largest_mb()
-        for part in (what,) if what else WHATS:
-            for number in range(count):
-                rng = random.Random(f"{seed} {part} {number}")
-                file.write_bytes(lying(rng) if part == "lies" else damaged(rng))
-                try:
-                    _use(file)
-                    outcomes["read"] += 1
-                except EdgemoeError as error:
-                    outcomes[type(error).__name__] += 1
-                except Exception as error:  # the faults that this looks for
-                    faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
-        grown_mb = largest_mb() - before_mb
-    told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
-    return told | {"ok": not faults and grown_mb < 3 * GROWTH_MB}  # a block may hold 256 MiB
+        return run_trials((what,) if what else WHATS, count, seed, trial, GROWTH_MB)
 
 
 def _use(file: Path) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,6 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgemoe.errors import EdgemoeError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store import catalog as models
@@ -30,10 +27,10 @@ from edgemoe.store.manifest import MANIFEST, Manifest, spec_of, verify_copies, v
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from tools.fuzzing.trees import spoil, text_of
+from tools.fuzzing.trials import memory_folder, run_trials
 
 WHATS = ("files", "manifest", "checkpoint")
 GROWTH_MB = 200.0  # of the process, at its largest: for a manifest of deeply nested text
-KEPT = 5  # faults that are reported
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -58,23 +55,10 @@ Experts = dict[tuple[int, int], bytes]
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Damages and uses the store `count` times for each part of the interface."""
-    outcomes: Counter[str] = Counter()
-    faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=memory_folder()) as name:
         door = _Door(Path(name))
-        before_mb = largest_mb()
-        for part in (what,) if what else WHATS:
-            for number in range(count):
-                rng = random.Random(f"{seed} {part} {number}")
-                try:
-                    outcomes[getattr(door, part)(rng)] += 1
-                except EdgemoeError as error:
-                    outcomes[type(error).__name__] += 1
-                except Exception as error:  # the faults that this looks for
-                    faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
-        grown_mb = largest_mb() - before_mb
-    told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
-    return told | {"ok": not faults and grown_mb < GROWTH_MB}
+        parts = (what,) if what else WHATS
+        return run_trials(parts, count, seed, lambda part, rng: str(getattr(door, part)(rng)), GROWTH_MB)
 
 
 class _Door:
@@ -220,12 +204,3 @@ def _restored(folder: Path, files: Files) -> Iterator[None]:
                 path.unlink()
             if not path.exists() or path.read_bytes() != data:
                 path.write_bytes(data)
-
-
-def memory_folder() -> str | None:
-    """Returns a folder in memory, for speed; None if there is none."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def largest_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
