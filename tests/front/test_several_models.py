@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 from rich.console import Console
-from support.front_kit import SCRIPTED, http_client, listed_boxes, settings_for
+from support.front_kit import http_client, listed_boxes, settings_for, started
 from support.waiting import until
 
 from edgemoe.cli import main
@@ -60,21 +60,9 @@ def several(
 @asynccontextmanager
 async def serving(settings: Settings, **options: Any) -> AsyncIterator[tuple[Front, httpx.AsyncClient]]:
     """Runs a front in this process, and opens a client; checks its consistency at the end."""
-    front = Front(settings, SCRIPTED, env={}, **options)
-    task = asyncio.ensure_future(front.serve())
-    try:
-        async with http_client(settings) as client:
-            await until(lambda: task.done() or Path(settings.api.socket).exists())
-            if task.done():
-                task.result()
-            yield front, client
-            assert front.pool is not None
-            front.pool.check_integrity()
-            assert not front.integrity_errors
-    finally:
-        front.stop()
-        front.stop()
-        await task
+    up = Path(settings.api.socket).exists
+    async with started(settings, lambda _: up(), **options) as front, http_client(settings) as client:
+        yield front, client
 
 
 def host(front: Front, name: str) -> ModelHost:

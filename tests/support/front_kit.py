@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,24 @@ def listed_boxes(
 @asynccontextmanager
 async def running(settings: Settings, command: tuple[str, ...] = SCRIPTED) -> AsyncIterator[Front]:
     """Runs a front in this process, its engine ready; stops it and checks its consistency at the end."""
-    front = Front(settings, command, env={})
+    async with started(settings, ready, command) as front:
+        yield front
+
+
+@asynccontextmanager
+async def started(
+    settings: Settings, is_up: Callable[[Front], bool], command: tuple[str, ...] = SCRIPTED, **options: Any
+) -> AsyncIterator[Front]:
+    """Runs a front in this process, and yields it once it is up; stops it and checks its consistency at the end."""
+    front = Front(settings, command, env={}, **options)
     serving = asyncio.ensure_future(front.serve())
     try:
-        await until(lambda: serving.done() or ready(front), 120.0)
+        await until(lambda: serving.done() or is_up(front), 120.0)
         if serving.done():
             serving.result()
         yield front
-        assert front.supervisor is not None
-        front.supervisor.check_integrity()
+        assert front.pool is not None
+        front.pool.check_integrity()
         assert not front.integrity_errors
     finally:
         front.stop()
