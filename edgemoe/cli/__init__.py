@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import io
 import os
-import stat
 import sys
 from collections.abc import Sequence
 
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.outputs import drop_unwritable
 
 INSTALL = "install edgemoe with what it needs: `pip install .` in its source tree, in a virtual environment"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -42,34 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:
         if error.filename is None:
-            if _drop_unwritable():  # its terminal has gone
+            if drop_unwritable():  # its terminal has gone
                 return EXIT_FAILED
             raise
         print(f"edgemoe: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        _drop_unwritable()
-
-
-def _drop_unwritable() -> bool:
-    """Drops output whose terminal or reader has gone, and which would change the exit code; returns whether any has."""
-    is_any = False
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is None:  # closed before the start
-                continue
-            descriptor = stream.fileno()
-        except OSError:  # in memory
-            continue
-        try:
-            stream.flush()
-            os.write(descriptor, b"")  # which only a terminal that is gone refuses
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO) or stat.S_ISREG(os.fstat(descriptor).st_mode):
-                continue  # a disk is full or fails: that is told
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            is_any = True
-    return is_any
+        drop_unwritable()
 
 
 def _readable(word: str) -> str:

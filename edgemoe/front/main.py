@@ -59,6 +59,7 @@ from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects, give_back, give_back_often, keep_freed
 from edgemoe.ipc.engine_socket import IpcServer, private_directory
+from edgemoe.outputs import drop_unwritable
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
 
@@ -156,6 +157,7 @@ class Front:
 
         def hung_up() -> None:
             if ends_with_terminal and not _has_terminal():
+                drop_unwritable()  # log lines may still come
                 self.stop()
             else:
                 self._hung_up.set()

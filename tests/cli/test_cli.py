@@ -278,7 +278,7 @@ def test_output_that_nobody_reads_any_more_breaks_no_command(
 @pytest.mark.parametrize("words", ["--version", "config --help", "config --example", "config"])
 def test_output_that_a_full_disk_loses_fails_the_command(words: str) -> None:
     with Path("/dev/full").open("wb") as full:
-        command = [sys.executable, "-m", "edgemoe", *words.split()]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        command, env = [sys.executable, "-m", "edgemoe", *words.split()], os.environ | {"PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode
     assert "No space left" in done.stderr
