@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
@@ -17,6 +18,7 @@ from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.model.step_layers import LayerPlanner
 from edgemoe.model.step_plan import StepPlan
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.step import Batch, ExpertExecutor
 
@@ -37,23 +39,19 @@ class FusedDecoder:
         self._step = plan.finish()
         self._attention = plan.attention[: len(self._layers.attending)]
         self._kv: KVCache | None = None  # whose addresses the records have
-        self._pages: list[PagedCache] = []  # of each layer of it that has keys and values
-        self._windowed: list[bool] = []  # whether they lie in blocks of windows
+        self._pages: list[PagedCache] = []  # of its layers with keys and values: one of each shape
+        self._placed: list[IntArray] = []  # arrays of the step to which the records point
+        self._windowed = np.empty(0, np.bool_)  # whether keys and values of each such layer lie in blocks of windows
 
     def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
         """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
         spec, step, plan, tokens = self._spec, self._step, self._plan, len(batch.tokens)
-        rows = list(range(tokens))
-        tables, contexts = zip(
-            *(tables_and_contexts(each, batch.context_lens, rows) for each in batch.tables_by_kind), strict=True
-        )
         shape = spec.geometry.layers, tokens, spec.router.top_k
         ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
         logits = torch.empty((len(batch.logit_rows), spec.vocab), dtype=torch.float32)
         if kv is not self._kv:
             self._open(kv)
-        self._kernels.fill_contexts(self._attention, tables[0], contexts[0], self._pages)
-        self._attention["tables"] = [tables[windowed].ctypes.data for windowed in self._windowed]
+        self._place_blocks(batch)
         self._begin(batch)
         step["ids"], step["weights"] = ids.data_ptr(), weights.data_ptr()
         step["logits"] = logits.data_ptr()
@@ -70,6 +68,19 @@ class FusedDecoder:
         if places is not None:
             experts.computed(ids, weights, int(step["served"][0]))
         return self._weights.bounded(logits, spec.block)
+
+    def _place_blocks(self, batch: Batch) -> None:
+        """Writes contexts and block tables into the records of attention."""
+        kept, rows = list[IntArray](), list(range(len(batch.tokens)))
+        for kind in (False, True):
+            of_kind = self._windowed == kind
+            if of_kind.any():
+                tables, contexts = tables_and_contexts(batch.tables_by_kind[kind], batch.context_lens, rows)
+                if not kept:
+                    self._kernels.fill_contexts(self._attention, tables, contexts, self._pages)
+                self._attention["tables"][of_kind] = tables.ctypes.data
+                kept += [tables, contexts]
+        self._placed = kept
 
     def _begin(self, batch: Batch) -> None:
         """Writes the batch into the plan's inputs."""
@@ -88,11 +99,13 @@ class FusedDecoder:
 
     def _open(self, kv: KVCache) -> None:
         """Writes the addresses of keys, values and states into the records."""
-        self._kv, self._pages = kv, []
-        self._windowed = [kv.windowed[each.layer] for each in self._layers.attending]
+        self._kv, shapes = kv, dict[tuple[int, int, int], PagedCache]()
+        self._windowed = np.array([kv.windowed[each.layer] for each in self._layers.attending], np.bool_)
         for each in self._layers.attending:
-            self._pages.append(paged(each.heads, kv, each.layer, each.scores))
-            fill_cache(each.record, self._pages[-1])
+            pages = paged(each.heads, kv, each.layer, each.scores)
+            fill_cache(each.record, pages)
+            shapes[pages.heads, pages.value_dim, pages.window] = pages
+        self._pages = list(shapes.values())
         for state in self._layers.stateful:
             assert kv.states is not None
             state.fill(kv.states.layer(state.number))
