@@ -215,10 +215,11 @@ class NextUsePredictor:
         self._view[PLACES["probs"]] = probs.ctypes.data
         self._mark("heard", int(self._view[PLACES["begun"]]))
 
-    def add_prompt(self, name: Hashable, ids: Ids) -> bool:
+    def add_prompt(self, name: Hashable, ids: Ids, behind: bool = False) -> bool:
         """Adds the routing of a sequence's prompt tokens, `ids` [L, T, k]; before `end`, if a step runs.
 
-        False where too many prompts wait for `work`: then this one is not learned from.
+        With `behind` they are tokens behind the one that the sequence decodes in the running step. False where too many
+        prompts wait for `work`: then this one is not learned from.
         """
         told = int(self._view[PLACES["told"]])
         if told - self._view[PLACES["taken"]] == PROMPTS:
@@ -226,7 +227,7 @@ class NextUsePredictor:
         track, fresh = self._track(name)
         ids = np.ascontiguousarray(ids[:, -(self.memory.slots // MOST) :], np.int16)
         self._told[told % PROMPTS] = ids
-        self._prompts[told % PROMPTS] = (ids.ctypes.data, *ids.shape[1:], track, fresh)
+        self._prompts[told % PROMPTS] = (ids.ctypes.data, *ids.shape[1:], track, fresh, self.begun if behind else NONE)
         self._mark("told", told + 1)
         return True
 

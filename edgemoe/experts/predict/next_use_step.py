@@ -248,8 +248,9 @@ PROMPTS = 16  # parts of prompts that wait at once
 MOST = 4  # of the memory, a part of a prompt gets one such share at most
 ALIGNED_TOKENS = 3  # the last ones of a prompt; earlier ones add nothing to the match
 
-# A part of a prompt: `ids` [L, tokens, k] int16; its sequence's track, and whether that is new.
-PROMPT = fields("ids", "tokens", "k", "track", "fresh")
+# A part of a prompt: `ids` [L, tokens, k] int16; its track, and whether that is new. Accepted drafts are one, too. They
+# stand behind the token of the step `after`, which is -1 for prompts, and continue its alignment.
+PROMPT = fields("ids", "tokens", "k", "track", "fresh", "after")
 PROMPT_BYTES = PROMPT.itemsize
 TOLD, TAKEN = offset("told"), offset("taken")
 
@@ -296,7 +297,10 @@ def add_prompts(state: int) -> None:
     """Appends the waiting prompts' routing to the memory; their sequences continue from there."""
     s = record(state, STATE)
     while s.taken < atomic_load(state + TOLD):
-        _add_prompt(state, s.prompts + s.taken % PROMPTS * PROMPT_BYTES)
+        prompt = s.prompts + s.taken % PROMPTS * PROMPT_BYTES
+        if record(prompt, PROMPT).after > atomic_load(state + DONE):
+            return
+        _add_prompt(state, prompt)
         atomic_store(state + TAKEN, s.taken + 1)
 
 
@@ -312,7 +316,7 @@ def _add_prompt(state: int, prompt: int) -> None:
     first = max(0, p.tokens - m.slots // MOST)
     aligned = max(first, p.tokens - ALIGNED_TOKENS)
     for token in range(first, p.tokens):
-        if token == aligned:
+        if token == aligned and p.after < 0:
             match_of(state, p.track, False)[:] = 0
         if token >= aligned:
             begin_token(state, p.track)
@@ -326,7 +330,7 @@ def _add_prompt(state: int, prompt: int) -> None:
         remember(state, p.track)
     running = i64_at(s.running)
     for i in range(running[TRACKS]):
-        if running[i] == p.track:
+        if running[i] == p.track and p.after < 0:  # else the end of the step does
             begin_token(state, p.track)
     if atomic_load(state + ADOPTED) <= s.finished:
         s.looked = 0  # the look before the next step knew nothing of this

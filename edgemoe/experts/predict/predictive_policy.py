@@ -159,7 +159,8 @@ class RankPredictor:
             first, last = ends[at] - meta.query_lens[at], ends[at]
             self._prompted |= self.predictor.add_prompt(meta.requests[at], ids[:, first:last])
         for at in np.flatnonzero(meta.drafted)[:TRACKS].tolist():
-            self.predictor.add_prompt(meta.requests[at], ids[:, meta.sure_rows[at] + 1 : ends[at]])
+            accepted = ids[:, meta.sure_rows[at] + 1 : ends[at]]
+            self.predictor.add_prompt(meta.requests[at], accepted, behind=self._running is not None)
 
     def end_step(self, share_s: float) -> bool:
         """Ends a step, after `add_prompts`; learning may cost `share_s` of processor time."""

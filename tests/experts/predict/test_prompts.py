@@ -66,6 +66,28 @@ def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
     assert told.history.visits.tolist() == [14.0] * L  # averages count decoded tokens only
 
 
+@pytest.mark.parametrize("worked", [(), ("begun",), ("told",), ("begun", "told")], ids=str)
+def test_accepted_drafts_are_remembered_as_if_they_had_been_decoded(worked: tuple[str, ...]) -> None:
+    """Whenever the thread beside the steps works."""
+    ids, drafted, decoded = text(1, 60), NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
+    for at in range(0, 60, 4):
+        begin(drafted, "a")[:] = ids[:, [at]]
+        if "begun" in worked:
+            drafted.work()
+        assert drafted.add_prompt("a", ids[:, at + 1 : at + 4], behind=True)
+        if "told" in worked:
+            drafted.work()
+        drafted.end()
+        assert drafted.work()
+    decode(decoded, ids, "a")
+    for name in ("chosen", "soon", "before", "after"):
+        assert np.array_equal(getattr(drafted.memory, name), getattr(decoded.memory, name)), name
+    again = ids[:, :20]
+    for predictor in (drafted, decoded):
+        decode(predictor, again, "again")
+    assert likeliest(drafted) == likeliest(decoded) == chosen(ids, 20)
+
+
 def test_a_repeated_prompt_s_continuation_is_predicted() -> None:
     ids, predictor = text(2, 60), NextUsePredictor(L, E, K)
     add_prompt(predictor, ids, "prompt")
@@ -123,8 +145,7 @@ def test_accepted_drafts_are_remembered_behind_their_sequences_own_tokens() -> N
     alone = NextUsePredictor(L, E, K)
     add_prompt(alone, ids[:, :4], "a")
     assert memory.written == 4
-    kept, wanted = (set(each.chosen[0, 0, :4].tolist()) for each in (memory, alone.memory))
-    assert kept == wanted
+    assert np.array_equal(memory.chosen[..., :4], alone.memory.chosen[..., :4])
     controller.close()
 
 
