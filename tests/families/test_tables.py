@@ -28,15 +28,15 @@ def test_every_architecture_is_in_the_table_of_models_and_nothing_else_is() -> N
     assert not set(named) & set(REFUSED)
 
 
-def test_the_readme_has_the_command_of_every_family() -> None:
-    found = list(rows(README, "family"))
-    assert [family for family, _ in found] == [family for family, *_ in rows(MODELS, "family")]
-    assert all(re.fullmatch(r"`edgemoe serve --model \./[\w.-]+`", command) for _, command in found)
+def test_the_readme_names_every_family_in_the_same_order() -> None:
+    _, _, families = README.partition("the directory of a checkpoint:\n\n```\n")
+    named = " ".join(families.partition("```")[0].split())
+    assert named == "; ".join(family for family, *_ in rows(MODELS, "family"))
 
 
 def test_the_commands_of_the_readme_are_taken() -> None:
-    commands = [row[-1].strip("`") for heading in ("family", "encoding") for row in rows(README, heading)]
-    assert len(commands) > 20
+    commands = [row[-1].strip("`") for row in rows(README, "encoding")]
+    assert len(commands) > 5
     for command in commands:
         args = build_parser().parse_args(shlex.split(command)[1:])
         if command.startswith("edgemoe pack"):
