@@ -76,6 +76,7 @@ class ChunkBudget:
 AGING_SHARE = 0.4  # of the speed of prefill: a request is overtaken for at most 2.5 times its own prefill
 OUTPUT_RESERVE = 0.25  # share of a running request's expected remaining output that is reserved in KV
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
+ADMISSIONS_BESIDE_STREAMS = 4  # in one step while others decode: each takes a fraction of a millisecond
 FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
 
 
@@ -288,7 +289,9 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> None:
         lines = self._lines_by_user(now_s)
-        while lines:
+        before = self.admissions
+        streams = any(seq.decoding for seq in self.running)
+        while lines and not (streams and self.admissions - before >= ADMISSIONS_BESIDE_STREAMS):
             head = self._next_head(lines, now_s)
             seq, tokens = head.waiter
             if not seq.ready or self._prefix_in_flight(seq):

@@ -14,6 +14,7 @@ from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import MAX_USERS, FairnessAccounts
 from edgemoe.engine.scheduler import (
+    ADMISSIONS_BESIDE_STREAMS,
     AGING_SHARE,
     FIRST_CHUNK_TOKENS,
     FIRST_SEQUENCE_TIMEOUT_S,
@@ -161,6 +162,21 @@ def test_nobody_is_admitted_who_would_get_no_tokens() -> None:
     engine.submit(95)
     engine.step()
     assert len(engine.scheduler.waiting) == 1, "the third holds no blocks yet"
+
+
+def test_beside_streams_few_requests_are_admitted_in_one_step_and_without_them_all() -> None:
+    engine = Engine(step_tokens=512)
+    for n in range(60):
+        engine.submit(4, user=f"u{n}")
+    assert len(engine.step()) == 60
+    engine.run()
+    stream = engine.submit(4, output=500, user="stream")
+    engine.step()
+    late = [engine.submit(4, output=100, user=f"u{n}") for n in range(60)]
+    for step in range(1, 16):
+        engine.step()
+        assert len(engine.scheduler.running) == 1 + ADMISSIONS_BESIDE_STREAMS * step
+    assert engine.scheduler.running == [stream, *late]
 
 
 # --- sharing

@@ -96,6 +96,10 @@ class FakeMember:
         finally:
             self._leave()
 
+    async def remove_member(self, node: str) -> None:
+        """Takes a voter out of the agreement."""
+        self.agreement.voters.discard(node)
+
     def _leave(self) -> None:
         if self.agreement.running.get(self.node) is self:
             del self.agreement.running[self.node]

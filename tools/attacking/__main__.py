@@ -40,14 +40,27 @@ def arguments() -> argparse.Namespace:
 def show(found: list[Measured]) -> None:
     """Prints a table with a row for each attack."""
     table = Table(
-        "attack", "alone: p99", "under: p99", "times", "engine", "front", "recovers", "log", "engines", "wrong"
+        "attack",
+        "alone: p99",
+        "beside one",
+        "under: p99",
+        "times",
+        "of share",
+        "engine",
+        "front",
+        "recovers",
+        "log",
+        "engines",
+        "wrong",
     )
     for one in found:
         table.add_row(
             one.attack,
             f"{1e3 * p99(one.alone_s):.1f} ms",
+            f"{1e3 * p99(one.beside_s):.1f} ms",
             f"{1e3 * p99(one.under_s):.1f} ms",
             f"{one.ratio:.2f}",
+            f"{one.ratio_to_share:.2f}",
             f"{one.engine_before_mb:.0f}, {one.engine_mb:.0f} MB",
             f"{one.front_mb:.0f} MB",
             f"{one.recover_s:.1f} s",

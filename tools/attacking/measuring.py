@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tools.attacking.attacked import ATTACKER, Attacked
+from tools.attacking.with_key import ONE_STREAM
 
 SETTLE_S = 2.0  # of an attack, before the victim begins
 RECOVER_S = 60.0  # that recovery is waited for
@@ -28,6 +29,7 @@ class Measured:
 
     attack: str
     alone_s: list[float] = field(default_factory=list)  # gaps between the victim's tokens
+    beside_s: list[float] = field(default_factory=list)  # beside one stream of the attacker's, its equal share
     under_s: list[float] = field(default_factory=list)
     begin_s: list[float] = field(default_factory=list)  # in the first answer, while the attacker has long steps left
     front_mb: float = 0.0  # peak
@@ -44,10 +46,15 @@ class Measured:
         """Returns the victim's p99 gap under the attack in undisturbed ones."""
         return p99(self.under_s) / p99(self.alone_s)
 
+    @property
+    def ratio_to_share(self) -> float:
+        """Returns the victim's p99 gap under the attack in those beside one stream."""
+        return p99(self.under_s) / p99(self.beside_s)
+
     def as_json(self) -> str:
         """Returns the figures without the single gaps."""
         whole = asdict(self)
-        gaps = {name: whole.pop(name) for name in ("alone_s", "under_s", "begin_s")}
+        gaps = {name: whole.pop(name) for name in ("alone_s", "beside_s", "under_s", "begin_s")}
         for name, found in gaps.items():
             whole |= {f"{name}_{part}": round(np.percentile(found, part), 4) for part in (50, 99)} if found else {}
         return json.dumps(whole)
@@ -89,6 +96,9 @@ def measure(attack: str, attacked: Attacked, rounds: int, tokens: int) -> Measur
         _add_answer(seen, seen.begin_s, attacked.stream(tokens), right)
     for _ in range(rounds):
         _add_answer(seen, seen.alone_s, attacked.stream(tokens), right)
+        with attacking(ONE_STREAM, attacked, {}):
+            time.sleep(SETTLE_S)
+            _add_answer(seen, seen.beside_s, attacked.stream(tokens), right)
         with attacking(attack, attacked, seen.answers):
             time.sleep(SETTLE_S)
             _add_answer(seen, seen.under_s, attacked.stream(tokens), right)

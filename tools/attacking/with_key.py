@@ -47,7 +47,9 @@ def _refs(depth: int, n: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{depth}": {"const": n}}}
 
 
+ONE_STREAM = "one stream"  # no attack: the equal share of another principal, with which attacks are compared
 SHARES: dict[str, KeyedAttack] = {
+    ONE_STREAM: _completions(1, lambda n: {"prompt": f"{n} is", "max_tokens": 400}),
     "users": _completions(24, lambda n: {"prompt": f"{n} is", "n": 16, "user": f"u{n}", "max_tokens": 400}),
     "safety identifiers": _completions(
         24, lambda n: {"prompt": f"{n} is", "n": 16, "safety_identifier": f"u{n}", "max_tokens": 400}

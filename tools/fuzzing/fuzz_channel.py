@@ -168,6 +168,7 @@ def hints(box: Target) -> dict[str, Sequence[Any]]:
         "address": [f"127.0.0.1:{box.peer_port}"],
         "number": range(1, 40),
         "numbers": range(1, 40),
+        "verb": ["voting", "vote", "unvote", "key", "invite", "join"],
         "plan_digest": ["", "0" * 64],
         "request": ["r-1", "r-1/2", "box/x/r-1"],
         "leading": [0, 0, 1, 2],

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from edgemoe.api.endpoints import anthropic, responses
-from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
+from edgemoe.api.endpoints import anthropic, ollama, responses
+from edgemoe.api.schema import Chat, Completion, Detokenize, Infill, Tokenize
 from edgemoe.heap import GIVE_BACK_S
 from tools.fuzzing.target import GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values
@@ -29,12 +29,16 @@ PATHS: dict[str, tuple[str, type[Any]]] = {
     "count_tokens": ("/v1/messages/count_tokens", anthropic.MessagesBody),
     "tokenize": ("/tokenize", Tokenize),
     "detokenize": ("/detokenize", Detokenize),
+    "ollama_chat": ("/api/chat", ollama.OllamaChat),
+    "ollama_generate": ("/api/generate", ollama.OllamaPrompt),
+    "infill": ("/infill", Infill),
 }
 WHATS = tuple(PATHS)
-WEIGHTS = (4, 4, 2, 3, 1, 1, 1)
+WEIGHTS = (4, 4, 2, 3, 1, 1, 1, 2, 2, 1)
 EARLY = 0.2  # of the bodies are sent before memory is measured first
 REFUSALS = {400, 404, 429}  # 413 and 408 are for bodies longer and slower than any here
 AT_ONCE = 8
+ANSWER_S = 900.0  # on a busy machine
 LONG_RUN = 5_000  # bodies from which on growth is judged
 # Sent before memory is measured. The engine remembers 64 grammars, the tokenizer 10,000 words.
 PROMPTS, GRAMMARS, WORDS, WORD_LETTERS = 400, 80, 12_000, 40
@@ -96,6 +100,28 @@ OWN: dict[str, dict[str, list[Any]]] = {
     },
     "tokenize": {"prompt": ["a b c", None], "messages": [None, [USER]]},
     "detokenize": {"tokens": [[5, 6, 7], [], [4095, 4096]]},
+    "ollama_chat": {
+        "model": [None, "edgemoe-demo", "edgemoe-demo:latest"],
+        "messages": [[USER], [USER, {"role": "assistant", "content": "I am"}], []],
+        "tools": [None, None, [CALL]],
+        "format": [None, "json", SCHEMA, *ODD_SCHEMAS],
+        "think": [None, True, False, "low"],
+        "keep_alive": [None, 0, "5m", -1],
+    },
+    "ollama_generate": {
+        "model": [None, "edgemoe-demo", "edgemoe-demo:latest"],
+        "prompt": ["Once upon a time", "", "é" * 3000],
+        "format": [None, "json", SCHEMA, *ODD_SCHEMAS],
+        "suffix": [None, None, "end"],
+        "raw": [None, True],
+        "context": [None, None, [5, 6, 7], [4095]],
+    },
+    "infill": {
+        "input_prefix": ["def f(", ""],
+        "input_suffix": ["return", ""],
+        "prompt": ["", "x"],
+        "input_extra": [[], [{"filename": "a.py", "text": "x = 1"}]],
+    },
 }
 OWN["count_tokens"] = OWN["messages"]
 MEANT = 0.8  # share of valid values in those fields
@@ -131,6 +157,10 @@ class Bodies:
 
 def _shorten(body: dict[str, Any], what: str) -> None:
     """Limits the tokens and choices of a body."""
+    if what.startswith("ollama"):
+        options = body.get("options")
+        body["options"] = {**(options if isinstance(options, dict) else {}), "num_predict": MOST_TOKENS}
+        return
     limits = {"chat": "max_completion_tokens", "responses": "max_output_tokens"}
     for field, most in (
         ("max_tokens", MOST_TOKENS),
@@ -146,6 +176,8 @@ def _shorten(body: dict[str, Any], what: str) -> None:
 
 def complaint(path: str, answer: httpx.Response) -> str:
     """Returns the fault of an answer; "" if there is none."""
+    if path.startswith("/api/"):
+        return _ollama_complaint(answer)
     if answer.status_code == 200:
         if not answer.headers["content-type"].startswith("text/event-stream"):
             return "" if isinstance(answer.json(), dict) else "no object"
@@ -156,6 +188,19 @@ def complaint(path: str, answer: httpx.Response) -> str:
     error = answer.json()["error"]
     wanted = {"type", "message"} if path.startswith("/v1/messages") else {"type", "message", "param", "code"}
     return "" if error.keys() == wanted and error["message"] else f"no error object: {answer.text[:300]}"
+
+
+def _ollama_complaint(answer: httpx.Response) -> str:
+    """Returns the fault of an answer in lines of JSON; "" if there is none."""
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    if answer.status_code not in {200} | REFUSALS:
+        return f"status {answer.status_code}: {answer.text[:300]}"
+    if answer.status_code != 200:
+        return "" if lines and lines[0].keys() == {"error"} and lines[0]["error"] else f"no error: {answer.text[:300]}"
+    failures = [str(line["error"]) for line in lines if "error" in line]
+    return next((why for why in failures if "log" in why), "") or (
+        "" if lines[-1].get("done") or failures else "no end"
+    )
 
 
 class Attack:
@@ -229,7 +274,7 @@ async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int
     """Attacks the daemon; `pids` are its front and engine."""
     transport = httpx.AsyncHTTPTransport(uds=str(box.folder / "api.sock"))
     memory: list[tuple[float, ...]] = []
-    async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=120.0) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=ANSWER_S) as client:
         attack = Attack(client, bodies)
         if count >= LONG_RUN:
             await _fill(client, attack)

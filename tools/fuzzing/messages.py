@@ -29,7 +29,8 @@ from edgemoe.wire.protocol import PROTOCOL_VERSIONS, MessageLanguage
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, MessageLanguage[Any]] = {"control": CONTROL, "calls": EXPERT_CALLS, "bulk": BULK}
-SURE = ("boot", "model", "seen")  # without these a peer's engine accepts no requests, or no box leads
+# Without these a peer's engine accepts no requests, no box leads, or the peer has members agreed and strikes itself.
+SURE = ("boot", "model", "seen", "verb")
 MOOD = 1000
 VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")

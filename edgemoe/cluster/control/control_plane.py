@@ -180,7 +180,8 @@ class ControlPlane:
         distrusted = DistrustedBoxes(directory / "distrusted.json")
         self._roster = KeptRoster(directory / KEPT_ROSTER)
         runs = KeptRuns(directory / KEPT_RUNS)
-        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted, self._roster, runs)
+        own_key = secret.public.decode()
+        memory = BoxMemory(KeptWords(directory / KEPT_BOXES), voters, distrusted, self._roster, runs, own_key)
         self.state = ControlState(settings, peers, announcement, plans, fence, clock, memory)
         self._settings, self._local, self._plan_due = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -345,6 +346,9 @@ class ControlPlane:
         if question.peer not in self.state.members:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
         message = question.message
+        is_presence = isinstance(message, Heartbeat | Announce | BoxReport | PortProbeRequest)
+        if not is_presence and (why := self.state.refusal_to_cut(question.peer)):
+            raise PeerRefused(why)
         if isinstance(
             message, StoreLocationRequest | Welcome
         ):  # from a command beside that box's daemon, not from the daemon

@@ -15,7 +15,7 @@ import msgspec
 from edgemoe.cluster.control.admission import AccessInstruction, Admission, KeptWords
 from edgemoe.cluster.control.coordination.election_rules import ElectionRules, voters_of
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.distrust import DistrustedBoxes, accusers, reason_by_word
+from edgemoe.cluster.control.distrust import DistrustedBoxes, accusers, reason_by_leader, reason_by_word
 from edgemoe.cluster.control.etcd_run import KeptRuns
 from edgemoe.cluster.control.incarnations import Incarnations
 from edgemoe.cluster.control.leadership import LeaderTracker
@@ -27,6 +27,7 @@ from edgemoe.cluster.rpc.roster import KeptRoster, Roster
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PeerBusy
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
+from edgemoe.types.bounds import MAX_NODES
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +141,14 @@ Instruction = AccessInstruction | DeliverBeat | CheckPlan | PublishMembers | Ref
 
 
 class BoxMemory(NamedTuple):
-    """The memory on disk: boxes learnt from others, voters, boxes found wrong, agreed members, starts of etcd."""
+    """The memory on disk: boxes learnt from others, voters, boxes found wrong, agreed members, etcd's starts, key."""
 
     words: KeptWords
     voters: Sequence[str]
     distrusted: DistrustedBoxes
     roster: KeptRoster
     runs: KeptRuns
+    own_key: str = ""  # public
 
 
 class ControlState:
@@ -173,7 +175,7 @@ class ControlState:
         if memory.roster.roster is not None:
             rules.follow(memory.roster.roster)
         self.leader_tracker = LeaderTracker(fence, rules)
-        self._distrusted = memory.distrusted
+        self._distrusted, self._own_key = memory.distrusted, memory.own_key
         self.announcement = msgspec.structs.replace(
             announcement, agreement=rules.words, accuses=memory.distrusted.found, roster=memory.roster.roster
         )
@@ -222,6 +224,7 @@ class ControlState:
             case TimerFired():
                 self._update_presence()
                 self._update_incarnations()
+                self._announce_cuts()
             case _:
                 log.debug("event of a box that is no longer listed", extra={"node": event.node})
         return self._take_instructions()
@@ -355,7 +358,25 @@ class ControlState:
 
     def suspected(self) -> tuple[str, ...]:
         """Returns the boxes that another box has found wrong, and that still take part."""
-        return tuple(sorted(each.peer.node for each in self.members if each.can_take_part and self._accusers(each)))
+        return tuple(sorted(each.peer.node for each in self.members if each.can_take_part and self._is_accused(each)))
+
+    def _is_accused(self, member: Member) -> bool:
+        return bool(self._accusers(member.peer.keys, member.peer.node))
+
+    def why_cut_off(self) -> str:
+        """Returns why the others cut this box off: two of them have found its answers wrong. "" if they do not."""
+        return reason_by_word(self.node, self._accusers([self._own_key], self.node))
+
+    def refusal_to_cut(self, node: str) -> str:
+        """Returns why no question of the box is answered, because it is cut off; "" if it is not."""
+        member = self.members[node]
+        if not (why := self._distrust_reason(member)):
+            return ""
+        return f"{why}. Remove {node} from the cluster, and let it in again with another key"
+
+    def cut_voters(self) -> list[str]:
+        """Returns the voters that this box has cut off."""
+        return [node for node in self.voters if node in self.members and self._distrust_reason(self.members[node])]
 
     def _on_lie(self, member: Member, why: str) -> None:
         self._distrusted.add(member.peer.node, member.peer.keys, why)
@@ -366,20 +387,40 @@ class ControlState:
         for member in self.members:
             if why := self._distrust_reason(member):
                 self._reject(member, why)
+        self._announce_cuts()
+
+    def _announce_cuts(self) -> None:
+        """Tells all other boxes, as their leader, which boxes are cut off by this one's finding or that of two."""
+        leads = self.leader_tracker.leader == self.node
+        found = [(member.peer, self._own_reason(member)) for member in self.members] if leads else []
+        cuts = tuple(Accusation(peer.node, key, why) for peer, why in found if why for key in peer.keys)[:MAX_NODES]
+        self._change_announcement(msgspec.structs.replace(self.announcement, cuts=cuts))
 
     def _distrust_reason(self, member: Member) -> str:
         """Returns why a box is cut off, by this box's finding or that of others; "" if it is not."""
-        own = self._distrusted.reason(member.peer.keys)
-        return own or reason_by_word(member.peer.node, self._accusers(member))
+        return self._own_reason(member) or self._leader_reason(member)
 
-    def _accusers(self, accused: Member) -> dict[str, Accusation]:
-        """Returns the boxes on this box's list that have found the box wrong."""
+    def _own_reason(self, member: Member) -> str:
+        own = self._distrusted.reason(member.peer.keys)
+        return own or reason_by_word(member.peer.node, self._accusers(member.peer.keys, member.peer.node))
+
+    def _leader_reason(self, member: Member) -> str:
+        leader = self.leader_tracker.leader
+        if leader in ("", self.node, member.peer.node) or leader not in self.members:
+            return ""
+        said = self.members[leader]
+        if said.announcement is None or not said.can_take_part or not self._admission.is_listed(said):
+            return ""
+        return reason_by_leader(leader, member.peer.keys, said.announcement.cuts)
+
+    def _accusers(self, keys: Sequence[str], accused: str) -> dict[str, Accusation]:
+        """Returns the boxes on this box's list that have found the box `accused` with these keys wrong."""
         words = [
             (each.peer.node, each.announcement.accuses)
             for each in self.members
             if each.announcement is not None and each.can_take_part and self._admission.is_listed(each)
         ]
-        return accusers(accused.peer.keys, [word for word in words if word[0] != accused.peer.node])
+        return accusers(keys, [word for word in words if word[0] != accused])
 
     # --- members ----------------------------------------------------------------------------------------------
 

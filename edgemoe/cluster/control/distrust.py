@@ -1,7 +1,7 @@
 """The boxes whose answers were found wrong: kept on disk by key, and made known to the other boxes.
 
-This box cuts off a box by its own finding, or by that of two boxes on its list. One box's word has it check every
-answer.
+This box cuts off a box by its own finding, or by that of two boxes on its list. The leader's word, which rests on
+either, is enough, too. One other box's word has it check every answer.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ def accusers(keys: Collection[str], words: Iterable[tuple[str, Accusations]]) ->
             if accusation.key in keys:
                 said[node] = accusation
     return said
+
+
+def reason_by_leader(leader: str, keys: Collection[str], cuts: Accusations) -> str:
+    """Returns why the leader has all cut off a box with one of these keys; "" if it has not."""
+    why = next((each.why for each in cuts if each.key in keys), "")
+    return f"{why} (said by the leader, {leader})"[:256] if why else ""
 
 
 def reason_by_word(node: str, said: Mapping[str, Accusation]) -> str:

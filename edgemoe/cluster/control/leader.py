@@ -70,7 +70,7 @@ class LeaderTasks:
                 state.clock,
                 random.Random(),
                 lambda: fence.highest,
-                lambda: bool(self._epoch_error()),
+                lambda: bool(self._epoch_error() or state.why_cut_off()),
                 self._due.set,
             )
         self._electing: asyncio.Task[None] | None = None
@@ -146,6 +146,9 @@ class LeaderTasks:
             state.fence.admit(self._store.view().epoch)
         if epoch and epoch < state.fence.highest:
             log.warning("leadership is given back", extra={"epoch": epoch, "seen": state.fence.highest})
+            await self._store.resign(epoch)
+        elif epoch and (why := state.why_cut_off()):
+            log.error("leadership is given back: the others cut this box off", extra={"epoch": epoch, "why": why})
             await self._store.resign(epoch)
         elif epoch and epoch != self._epoch:
             await self._take_over(epoch)

@@ -70,7 +70,8 @@ class MemberChanges:
             self._allow_invited()
             try:
                 await self._follow()
-            except CoordError as error:
+                await self._take_votes_of_cut()
+            except (CoordError, PeerError) as error:
                 log.debug("the members could not be agreed on", extra={"why": str(error)})
 
     async def _follow(self) -> None:
@@ -86,6 +87,16 @@ class MemberChanges:
             held is not None and agreed != held and store is not None and self._is_leading()
         ):  # etcd is new, or an old backup of it
             await store.change_roster(agreed, held)
+
+    async def _take_votes_of_cut(self) -> None:
+        """Takes the votes of boxes that are cut off, where this box leads or follows no leader. Raises PeerError."""
+        if self._state.roster is None or not (self._is_leading() or not self._state.leader_tracker.leader):
+            return
+        for node in self._state.cut_voters():
+            change = MemberChange("unvote", node)
+            if self._can_decide(change):
+                said = (await self.decide(change)).said
+                log.warning("a box that is cut off has lost its vote", extra={"node": node, "voters": said})
 
     def _allow_invited(self) -> None:
         """Lets boxes with standing invitations ask, and the others no more."""

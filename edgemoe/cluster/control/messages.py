@@ -152,6 +152,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     roster: Roster | None = None  # that it follows
     doubles: Annotated[tuple[DoubleBox, ...], Meta(max_length=MAX_NODES)] = ()  # that it sees
     models: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)] = ()  # further ones, beside the cluster's
+    cuts: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()  # boxes that all cut off, while it leads
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
