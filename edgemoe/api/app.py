@@ -1,11 +1,9 @@
-"""Builds the ASGI application: its routes, and the way of a generating request from its body to its answer."""
+"""Builds the ASGI applications: their routes and middleware."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,27 +12,23 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgemoe.api import ollama_queries, queries
 from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.endpoints import anthropic, completions, llama_infill, ollama, responses
 from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
-from edgemoe.api.generate.generation import PreparedAnswer, RequestContext, run_generation
+from edgemoe.api.endpoints.ollama_format import ChatLines, TextLines
+from edgemoe.api.endpoints.openai_format import late_error
+from edgemoe.api.generating import Generating, OllamaGenerating
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.middleware import OriginCheck, Origins, PlainPaths, RequestMiddleware
 from edgemoe.api.http.page import PAGE, page
-from edgemoe.api.model_wish import NO_WISH, ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
+from edgemoe.api.schema import Chat, Completion, Infill
 from edgemoe.errors import EdgemoeError, RequestError
-from edgemoe.types.principal import Principal
 
 log = logging.getLogger(__name__)
-
-Prepare = Callable[
-    [RequestContext, bytes], PreparedAnswer | Response
-]  # decodes a body; prepares its generation, if any
 
 
 def build(api: Api) -> Starlette:
@@ -42,7 +36,7 @@ def build(api: Api) -> Starlette:
     routes = [
         *_openai_routes(),
         *_ollama_routes(),
-        Route("/infill", _generating(llama_infill.prepare), methods=["POST"]),
+        _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
         Route("/props", queries.props),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
@@ -73,10 +67,10 @@ def _openai_routes() -> list[Route]:
     return [
         Route("/v1/models", queries.list_models),
         Route("/v1/models/{name:path}", queries.describe_model),
-        Route("/v1/chat/completions", _generating(chat.prepare), methods=["POST"]),
-        Route("/v1/completions", _generating(completions.prepare), methods=["POST"]),
-        Route("/v1/responses", _generating(responses.prepare), methods=["POST"]),
-        Route("/v1/messages", _generating(anthropic.prepare), methods=["POST"]),
+        _post("/v1/chat/completions", Generating(chat.prepare, Chat, late_error)),
+        _post("/v1/completions", Generating(completions.prepare, Completion, late_error)),
+        _post("/v1/responses", Generating(responses.prepare, responses.ResponsesBody, responses.late_error)),
+        _post("/v1/messages", Generating(anthropic.prepare, anthropic.MessagesBody, anthropic.late_error)),
         Route("/v1/messages/count_tokens", queries.count_tokens, methods=["POST"]),
         Route("/v1/embeddings", queries.refuse_embeddings, methods=["POST"]),
     ]
@@ -84,10 +78,8 @@ def _openai_routes() -> list[Route]:
 
 def _ollama_routes() -> list[Route]:
     return [
-        Route("/api/chat", _generating(ollama.prepare_chat, read_ollama_wish, ollama.unloaded_chat), methods=["POST"]),
-        Route(
-            "/api/generate", _generating(ollama.prepare_text, read_ollama_wish, ollama.unloaded_text), methods=["POST"]
-        ),
+        _post("/api/chat", OllamaGenerating(ollama.prepare_chat, ollama.OllamaChat, ChatLines)),
+        _post("/api/generate", OllamaGenerating(ollama.prepare_text, ollama.OllamaPrompt, TextLines)),
         Route("/api/tags", ollama_queries.list_models),
         Route("/api/ps", ollama_queries.list_loaded),
         Route("/api/show", ollama_queries.show, methods=["POST"]),
@@ -95,6 +87,10 @@ def _ollama_routes() -> list[Route]:
         Route("/api/version", ollama_queries.version),
         *(Route(path, ollama_queries.refuse, methods=methods) for path, methods, _ in ollama_queries.REFUSALS),
     ]
+
+
+def _post(path: str, endpoint: Generating) -> Route:
+    return Route(path, endpoint.run, methods=["POST"])
 
 
 def _application(api: Api, routes: Sequence[Route], keys: KeyRing | None, guarded: Collection[str] | None) -> Starlette:
@@ -128,49 +124,6 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             expose_headers=["x-request-id", "retry-after"],
         )
     ]
-
-
-def _generating(
-    prepare: Prepare, wish: Callable[[bytes], ModelWish] = read_wish, unloaded: Callable[[str], Response] | None = None
-) -> Callable[[Request], Any]:
-    """Returns an endpoint that prepares the body in a thread, tries its grammar, runs it and sends the answer.
-
-    `wish` reads the model that a body asks for, where there are several; `unloaded` answers one that unloads a model.
-    """
-
-    async def endpoint(request: Request) -> ASGIApp:
-        shared: Api = request.app.state.api
-        principal: Principal = request.state.principal
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with contextlib.AsyncExitStack() as held:
-                with shared.bodies.open(principal) as body:
-                    raw = await shared.bodies.read(body, request)
-                    async with http.while_connected(receive):
-                        asked = NO_WISH if shared.models is None else await shared.in_thread(principal, wish, raw)
-                        if shared.models is not None and asked.unloads and unloaded is not None:
-                            await shared.models.release(asked.name)
-                            await unloaded(asked.name or "")(scope, receive, send)
-                            return
-                        api = await held.enter_async_context(shared.chosen(asked))
-                        async with shared.large(raw, principal):
-                            context = await api.context(principal)
-                            prepared = await api.in_thread(principal, prepare, context, raw)
-                            if isinstance(prepared, PreparedAnswer):
-                                generation = prepared.generation
-                                with prepared.fields.renamed():
-                                    generation.constrain(await api.grammars.first(generation.grammar, principal))
-                    del raw
-                if isinstance(prepared, Response):
-                    await prepared(scope, receive, send)
-                    return
-                async with http.while_connected(receive):
-                    deltas = run_generation(generation, api.backend, api.metrics, api.settings.request_timeout_s)
-                    await http.reply(send, prepared, deltas)
-
-        return answer
-
-    return endpoint
 
 
 def _edgemoe_error(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ class ModelWish:
     name: str | None = None
     keep_s: float | None = None  # after the request; -1: as long as nothing else needs its memory
     unloads: bool = False  # the request has nothing to answer: it ends the model's stay
+    is_stream: bool = False
 
 
 NO_WISH = ModelWish()
@@ -33,6 +34,7 @@ EMPTY = (b"", b"null", b'""', b"[]")  # parts of a request that only loads or un
 class _Named(msgspec.Struct):
     model: str | None = None
     name: str | None = None  # an earlier name of `model` in Ollama's API
+    stream: msgspec.Raw = NOTHING
 
 
 class _Kept(_Named):
@@ -45,9 +47,10 @@ class _Kept(_Named):
 def read_wish(raw: bytes) -> ModelWish:
     """Returns the model that a body names; none of a body that is no object, which its endpoint refuses."""
     try:
-        return ModelWish(msgspec.json.decode(raw, type=_Named).model)
+        body = msgspec.json.decode(raw, type=_Named)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return NO_WISH
+    return ModelWish(body.model, is_stream=bytes(body.stream) == b"true")
 
 
 def read_ollama_wish(raw: bytes) -> ModelWish:
@@ -58,7 +61,8 @@ def read_ollama_wish(raw: bytes) -> ModelWish:
         return NO_WISH
     keep_s = None if body.keep_alive is None else seconds_of(body.keep_alive)
     is_empty = all(bytes(part) in EMPTY for part in (body.messages, body.prompt, body.suffix))
-    return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0)
+    is_stream = bytes(body.stream) != b"false"
+    return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0, is_stream=is_stream)
 
 
 def seconds_of(keep_alive: float | str) -> float:

@@ -23,7 +23,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.types.arrays import Json
-from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.model_info import ModelInfo, loading_text
 from edgemoe.types.principal import Principal
 
 R = TypeVar("R")
@@ -89,6 +89,9 @@ class ModelChoice(Protocol):
     async def text_of(self, name: str | None) -> Api:
         """Returns the resources of a model, which need not be loaded. Raises ModelNotFound, EngineUnavailable."""
 
+    def loading(self, name: str | None) -> str:
+        """Returns how far the loading of a model is; "" of a loaded one. Raises ModelNotFound."""
+
     def describe(self) -> list[Json]:
         """Returns the models' states for /health; none of a daemon with one model."""
 
@@ -151,6 +154,13 @@ class Api:
             return
         async with self.models.using(wish) as api:
             yield api
+
+    def loading(self, name: str | None) -> str:
+        """Returns how far the loading of a request's model is; "" of a loaded one. Raises ModelNotFound."""
+        if self.models is not None:
+            return self.models.loading(name)
+        at = self.backend.describe()["loading"] if self.backend.state == "loading" else None
+        return f"loading: {loading_text(at)}" if at else ""
 
     async def listed(self) -> Sequence[ListedModel]:
         """Returns the models that requests may name. Raises EngineUnavailable."""

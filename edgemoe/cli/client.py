@@ -157,7 +157,8 @@ class Client:
 def starting_text(health: Json) -> str:
     """Returns how far an engine that is starting has come, and how the one before it ended."""
     loading, engine = health.get("loading"), health.get("engine") or {}
-    text = loading_text(loading) if loading else "the engine is started again"
+    again = " again" if engine.get("last_end") else ""
+    text = loading_text(loading) if loading else f"the engine is started{again}"
     return f"{text}; the engine before it ended: {engine['last_end']}" if engine.get("last_end") else text
 
 

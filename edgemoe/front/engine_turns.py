@@ -189,7 +189,7 @@ class EngineTurns:
             return StartProgress(f"packing its checkpoint, {share:.0%}", now - moved_s, now - host.began_s)
         if host in self._waiting:
             users = ", ".join(repr(holder.name) for holder in self._holders(host)) or "other programs"
-            return StartProgress(f"for memory that {users} use", now - self.moved_s, now - host.began_s)
+            return StartProgress(f"for memory in use by {users}", now - self.moved_s, now - host.began_s)
         if host.is_held and self._starting not in (None, host):
             assert self._starting is not None
             detail, still_s = f"for {self._starting.name!r} to load", self._starting.supervisor.still_s

@@ -36,6 +36,7 @@ from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import Json
+from edgemoe.types.model_info import loading_text
 
 log = logging.getLogger(__name__)
 replace_settings = msgspec.structs.replace
@@ -206,6 +207,14 @@ class ModelPool:
             "idle_s": round(idle_s, 1),
             "expires_s": None if host.idle_s == NEVER_S else max(0.0, round(host.idle_s - idle_s, 1)),
         }
+
+    def loading(self, name: str | None) -> str:
+        """Returns how far the loading of a model is; "" of a loaded one. Raises ModelNotFound."""
+        supervisor = self.find(name).supervisor
+        if supervisor.served is not None:
+            return ""
+        at = supervisor.describe_loading()
+        return f"loading: {loading_text(at)}" if at else "loading"
 
     def metrics(self) -> dict[str, Mapping[str, float]]:
         """Returns the metrics of the engines and of the cluster, by model."""

@@ -14,11 +14,12 @@ from support.front_kit import openai_client, ready
 from support.waiting import until
 
 from edgemoe.api.endpoints.chat_completions import ChatFormat, render
-from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer
-from edgemoe.api.http import responding
+from edgemoe.api.generate.generation import SERVER_SENT_EVENTS, ChoiceDelta, Generation, PreparedAnswer
+from edgemoe.api.http import client_answer, responding
+from edgemoe.api.http.client_answer import ClientAnswer
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.errors import DeadlineExceeded
+from edgemoe.errors import DeadlineExceeded, EngineUnavailable
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -263,7 +264,7 @@ async def test_the_engines_errors_reach_the_client_as_openai_errors(client: open
 async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responding, "QUIET_S", 0.05)
+    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
     body = {"messages": [{"role": "user", "content": "HANG@0"}], "stream": True}
     async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -272,7 +273,7 @@ async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
 
 
 async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responding, "QUIET_S", 0.01)
+    monkeypatch.setattr(client_answer, "QUIET_S", 0.01)
     waits, sent = asyncio.Event(), list[bytes]()
 
     async def send(message: Any) -> None:
@@ -288,9 +289,53 @@ async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatc
     body = convert({"messages": ask(), "stream": True}, Chat)
     job = Generation("chatcmpl", "tiny", [], [], 1)
     async with asyncio.timeout(30):
-        await responding.reply(send, PreparedAnswer(job, ChatFormat(job, body, text_model), True), deltas())
+        kept = ClientAnswer(send, SERVER_SENT_EVENTS)
+        async with kept.kept():
+            await responding.reply(kept, PreparedAnswer(job, ChatFormat(job, body, text_model), True), deltas())
     assert sent[1:3] == [b": waiting\n\n"] * 2
     assert b"too late" in sent[-1]
+
+
+async def test_a_stream_says_that_it_waits_between_its_tokens_too(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    body = {"messages": [{"role": "user", "content": "HANG@3"}], "stream": True}
+    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        while not (await anext(lines)).startswith("data: "):
+            pass
+        while await anext(lines) != ": waiting":
+            pass
+
+
+async def test_an_answer_that_is_no_stream_begins_with_white_space_and_is_the_same_json(
+    front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
+    assert front.supervisor is not None
+    body = {"messages": [{"role": "user", "content": "HANG@2"}]}
+    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        parts = answer.aiter_bytes()
+        assert (answer.status_code, await anext(parts)) == (200, b"\n")
+        front.supervisor.requests.fail_all(DeadlineExceeded("late"))
+        rest = b"".join([part async for part in parts])
+    assert json.loads(rest)["choices"][0]["finish_reason"] == "length"
+
+
+async def test_an_answer_that_is_no_stream_and_fails_after_that_ends_the_connection(
+    front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
+    assert front.supervisor is not None
+    body = {"messages": [{"role": "user", "content": "HANG@0"}]}
+    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        parts = answer.aiter_bytes()
+        assert await anext(parts) == b"\n"
+        front.supervisor.requests.fail_all(EngineUnavailable("gone"))
+        assert json.loads(await anext(parts))["error"]["message"] == "gone"
+        with pytest.raises(httpx.RemoteProtocolError):
+            await anext(parts)
 
 
 async def test_an_engine_killed_midstream_is_not_noticed(front: Front, client: openai.AsyncOpenAI) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +20,7 @@ from rich.console import Console
 from support.front_kit import http_client, listed_boxes, settings_for, started
 from support.waiting import until
 
+from edgemoe.api.http import client_answer
 from edgemoe.cli import main
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import CheckResult, daemon
@@ -241,6 +244,66 @@ async def test_one_engine_starts_at_a_time(tmp_path: Path, model_dir: Path) -> N
 def is_starting(one: ModelHost) -> bool:
     engine = one.supervisor.describe()["engine"]
     return bool(one.supervisor.state == "loading" and engine["pid"])
+
+
+MESSAGES = [{"role": "user", "content": "SAY{hello}END"}]
+STREAMS: dict[str, dict[str, Any]] = {  # of each endpoint that generates: the fields of a body
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "SAY{hello}END"},
+    "/v1/responses": {"input": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 5},
+    "/api/chat": {"messages": MESSAGES},
+    "/api/generate": {"prompt": "SAY{hello}END"},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("fits", [True, False])
+async def test_a_stream_of_a_model_that_is_loaded_begins_before_that(
+    path: str, fits: bool, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    body = {"model": "b", "stream": True, **STREAMS[path]}
+    if not fits:  # which the engine's limits alone tell
+        long = "x " * 70_000
+        body |= {name: long if isinstance(body[name], str) else ask_long(long) for name in ASKED if name in body}
+    async with serving(several(tmp_path, model_dir, {"a": {}, "b": {}}, GB)) as (front, client):
+        held = await hold(client, "a")
+        await until(lambda: len(host(front, "a").supervisor.requests) == 1)
+        async with asyncio.timeout(60), client.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            said = await anext(lines)
+            while "loading: waiting" not in said and not path.startswith("/api"):
+                said = await anext(lines)
+            assert path.startswith("/v1") or not json.loads(said)["done"]
+            await end(held)
+            rest = [line async for line in lines if line]
+        if fits:
+            assert "hello" in "".join(PIECE.findall("\n".join(rest)))
+            assert '"error":{' not in rest[-1]
+        else:
+            (last,) = (json.loads(line.removeprefix("data: ")) for line in rest if '"error"' in line and "{" in line)
+            assert "prompt is too long" in json.dumps(last)
+        assert (await client.get("/health")).json()["requests"]["live"] == 0
+
+
+PIECE = re.compile(r'"(?:content|text|delta|response)":"([^"]*)"')
+ASKED = ("messages", "prompt", "input")
+
+
+def ask_long(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_no_model_is_loaded_for_a_body_that_is_wrong_in_itself(
+    path: str, tmp_path: Path, model_dir: Path
+) -> None:
+    wrong = dict.fromkeys(STREAMS[path], 7)
+    async with serving(several(tmp_path, model_dir, {"a": {}, "b": {}})) as (front, client):
+        assert (await client.post(path, json={"model": "b", "stream": True, **wrong})).status_code == 400
+        assert states(front)["b"] == "unloaded"
 
 
 async def test_a_killed_engine_costs_the_other_model_nothing(tmp_path: Path, model_dir: Path) -> None:

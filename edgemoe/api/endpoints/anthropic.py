@@ -91,6 +91,11 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     return PreparedAnswer(generation, MessageFormat(generation), bool(body.stream), fields)
 
 
+def late_error(error: RequestError) -> bytes:
+    """Returns the last event of a stream that failed before its answer began."""
+    return event(anthropic_error(error), "error")
+
+
 def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     """Returns the equivalent chat request, and the client's names of its fields. Raises InvalidRequest."""
     fields = FieldNames(FIELDS)
@@ -219,7 +224,7 @@ class MessageFormat:
         yield self._event("message_stop")
 
     def error_events(self, error: RequestError) -> Iterable[bytes]:
-        yield event(anthropic_error(error), "error")
+        yield late_error(error)
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
         (delta,) = choices

@@ -35,6 +35,11 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     return PreparedAnswer(generation, InfillFormat(generation), bool(body.stream), fields)
 
 
+def late_error(error: RequestError) -> bytes:
+    """Returns the last event of a stream that failed, whether or not its answer had begun."""
+    return event(error_body(error))
+
+
 class InfillFormat:
     """Writes deltas as llama.cpp's completions; the last one has counts and times."""
 
@@ -49,7 +54,7 @@ class InfillFormat:
         return ()
 
     def error_events(self, error: RequestError) -> Iterable[bytes]:
-        yield event(error_body(error))
+        yield late_error(error)
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
         return self._answer(choices[0])

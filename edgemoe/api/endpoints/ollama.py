@@ -17,8 +17,7 @@ from edgemoe.api import schema
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
-from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext, StreamForm
-from edgemoe.api.http.event_text import json_line
+from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
@@ -133,16 +132,6 @@ def prepare_text(context: RequestContext, raw: bytes) -> PreparedAnswer | Respon
     return _prepared(body, generation, TextLines(name, generation, context.text.vocabulary))
 
 
-def unloaded_chat(name: str) -> Response:
-    """Returns the answer to a chat without messages that unloads a model."""
-    return JSONResponse(ChatLines(name).empty("unload"))
-
-
-def unloaded_text(name: str) -> Response:
-    """Returns the answer to a prompt without text that unloads a model."""
-    return JSONResponse(TextLines(name).empty("unload"))
-
-
 def served_name(asked: str | None, context: RequestContext) -> str:
     """Returns the name that a client asks by. Raises InvalidRequest without one, ModelNotFound for other models' names.
 
@@ -190,8 +179,7 @@ def _loaded(body: OllamaBody, lines: OllamaFormat) -> Response:
 
 
 def _prepared(body: OllamaBody, generation: Generation, lines: OllamaFormat) -> PreparedAnswer:
-    form = StreamForm(b"application/x-ndjson", json_line(lines.waiting()))
-    return PreparedAnswer(generation, lines, body.stream is not False, _names(), form)
+    return PreparedAnswer(generation, lines, body.stream is not False, _names())
 
 
 def _names() -> FieldNames:

@@ -19,6 +19,11 @@ FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
 LogprobEntry = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
 
 
+def late_error(error: RequestError) -> bytes:
+    """Returns the last events of a stream that failed, whether or not its answer had begun."""
+    return event(error_body(error)) + DONE
+
+
 class OpenAIFormat:
     """Writes the chunks of a stream, its last ones included. `chunk_object` is the chunks' `object` field."""
 
@@ -34,8 +39,7 @@ class OpenAIFormat:
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterable[bytes]:
-        yield event(error_body(error))
-        yield DONE
+        yield late_error(error)
 
     def _head(self, kind: str) -> Json:
         generation = self._generation

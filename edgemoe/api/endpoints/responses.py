@@ -6,6 +6,7 @@ Nothing is stored between calls (`store` is always false), so fields that refer 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -74,6 +75,18 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     with fields.renamed():
         generation = chat_generation(chat, context, "resp")
     return PreparedAnswer(generation, ResponsesFormat(generation, body, offer), bool(body.stream), fields)
+
+
+def late_error(error: RequestError) -> bytes:
+    """Returns the only event of a stream that failed before its answer began."""
+    response = {"id": f"resp-{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time())}
+    response |= {"status": "failed", "output": [], **_failure(error)}
+    return event({"type": "response.failed", "response": response, "sequence_number": 0}, "response.failed")
+
+
+def _failure(error: RequestError) -> Json:
+    body = error_body(error)["error"]
+    return {"error": {"code": body["code"] or body["type"], "message": body["message"]}}
 
 
 def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
@@ -205,9 +218,7 @@ class ResponsesFormat:
         yield self._event(f"response.{status}", response=self._response(status))
 
     def error_events(self, error: RequestError) -> Iterable[bytes]:
-        body = error_body(error)["error"]
-        failed = {"code": body["code"] or body["type"], "message": body["message"]}
-        yield self._event("response.failed", response=self._response("failed") | {"error": failed})
+        yield self._event("response.failed", response=self._response("failed") | _failure(error))
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
         for _ in self._delta(choices[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -351,13 +351,16 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """The content type of a stream, and the bytes that it sends while no token has come."""
+    """The content type of an answer, and the bytes that it sends while nothing else comes."""
 
     content_type: bytes
-    waiting: bytes
+    waiting: Callable[[str], bytes]  # of the words that say why
 
 
-SERVER_SENT_EVENTS = StreamForm(b"text/event-stream; charset=utf-8", b": waiting\n\n")  # a comment, which clients skip
+SERVER_SENT_EVENTS = StreamForm(  # a comment, which clients skip
+    b"text/event-stream; charset=utf-8", lambda words: f": {words}\n\n".encode()
+)
+WHOLE = StreamForm(b"application/json", lambda _: b"\n")  # white space before the JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +371,6 @@ class PreparedAnswer:
     answer_format: AnswerFormat
     is_stream: bool
     fields: FieldNames = field(default_factory=lambda: FieldNames({}))
-    stream_form: StreamForm = SERVER_SENT_EVENTS
 
 
 async def run_generation(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from edgemoe.api.http.responding import ClientGone
+from edgemoe.api.http.client_answer import ClientGone
 from edgemoe.errors import QueueFull
 from edgemoe.policy import shares
 from edgemoe.types.principal import Principal

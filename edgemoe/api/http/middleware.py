@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.api_keys import ApiKey, KeyRing
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.client_answer import ClientGone
 from edgemoe.api.http.page import PAGE
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
@@ -158,7 +159,7 @@ class RequestMiddleware:
                     await self._app(scope, receive, numbered)
         except QueueFull as error:
             await http.error_response(error, scope["path"])(scope, receive, numbered)
-        except http.ClientGone:
+        except ClientGone:
             log.debug("a client hung up", extra={"request": name})
         except asyncio.CancelledError:  # by the end of the daemon, which no part of an answer may end without a word
             log.warning("a request was cut off by the daemon's end", extra={"request": name})

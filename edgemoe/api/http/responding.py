@@ -17,24 +17,17 @@ from edgemoe.api.generate.generation import (
     SERVER_SENT_EVENTS,
     ChoiceDelta,
     PreparedAnswer,
-    StreamForm,
     collect_deltas,
 )
+from edgemoe.api.http.client_answer import ClientAnswer, ClientGone
 from edgemoe.api.http.event_text import anthropic_error, error_body, ollama_error
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
 log = logging.getLogger(__name__)
 
-SEND_S = 60.0  # longest that a client may leave a part of its answer unread
-QUIET_S = 30.0  # that a stream says nothing before its first token
 RETRY_AFTER_S = 2.0  # sent with every 503
-STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-class ClientGone(Exception):
-    """Raised where the client hung up, or stopped reading."""
 
 
 @asynccontextmanager
@@ -61,75 +54,41 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         raise ClientGone from None
 
 
-async def reply(send: Send, prepared: PreparedAnswer, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> None:
-    """Sends the answer. Raises RequestError only while nothing has been sent.
-
-    A stream that has no token after QUIET_S begins without one, and says so as often. Proxies and clients
-    give up on a connection that is silent for a minute, and a long prompt may take longer.
-    """
-    generation, answer_format, form = prepared.generation, prepared.answer_format, prepared.stream_form
+async def reply(kept: ClientAnswer, prepared: PreparedAnswer, deltas: AsyncGenerator[list[ChoiceDelta], None]) -> None:
+    """Sends the answer. Raises RequestError only while nothing has been sent, or where the answer is no stream."""
+    generation, answer_format = prepared.generation, prepared.answer_format
     if not prepared.is_stream:
         body = msgspec.json.encode(answer_format.whole(await collect_deltas(generation, deltas)))
-        await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
-        await _send(send, body, more=False)
+        await send_whole(kept.send, 200, body)
         return
-    async with aclosing(deltas), _first_deltas(deltas) as first:
-        waiting = not await _is_done_within(first, QUIET_S)
-        if not waiting:
-            first.result()  # an error before the first token is answered with its own status
-        await _start_stream(send, form)
-        while waiting:
-            await _send(send, form.waiting)
-            waiting = not await _is_done_within(first, QUIET_S)
-        try:
-            await _send(send, b"".join(answer_format.events(first.result())))
-            async for some in deltas:
-                await _send(send, b"".join(answer_format.events(some)))
-        except RequestError as error:
-            await _send(send, b"".join(answer_format.error_events(error)), more=False)
-            return
-    await _send(send, b"".join(answer_format.closing_events()), more=False)
-
-
-@asynccontextmanager
-async def _first_deltas(
-    deltas: AsyncGenerator[list[ChoiceDelta], None],
-) -> AsyncIterator[asyncio.Future[list[ChoiceDelta]]]:
-    """Yields a future of the first deltas; cancels it when the block ends."""
-    first = asyncio.ensure_future(anext(deltas, []))
     try:
-        yield first
-    finally:
-        first.cancel()
-        await asyncio.wait([first])
+        async with aclosing(deltas):
+            async for some in deltas:
+                await kept.begin()
+                await kept.part(b"".join(answer_format.events(some)))
+    except RequestError as error:
+        if not kept.is_begun:
+            raise
+        await kept.part(b"".join(answer_format.error_events(error)), more=False)
+        return
+    await kept.begin()
+    await kept.part(b"".join(answer_format.closing_events()), more=False)
 
 
-async def _is_done_within(future: asyncio.Future[list[ChoiceDelta]], seconds: float) -> bool:
-    return bool((await asyncio.wait([future], timeout=seconds))[0])
+async def send_whole(send: Send, status: int, body: bytes) -> None:
+    """Sends a body of JSON with its length."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def stream(send: Send, events: AsyncIterator[bytes]) -> None:
     """Sends server-sent events for as long as there are any."""
-    await _start_stream(send, SERVER_SENT_EVENTS)
+    answer = ClientAnswer(send, SERVER_SENT_EVENTS)
+    await answer.begin()
     async for some in events:
-        await _send(send, some)
-    await _send(send, b"", more=False)
-
-
-async def _start_stream(send: Send, form: StreamForm) -> None:
-    await _start(send, 200, [(b"content-type", form.content_type), *STREAMED])
-
-
-async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _send(send: Send, body: bytes, more: bool = True) -> None:
-    try:
-        async with asyncio.timeout(SEND_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-    except (TimeoutError, OSError):
-        raise ClientGone from None
+        await answer.part(some)
+    await answer.part(b"", more=False)
 
 
 def error_response(error: RequestError, path: str) -> Response:
