@@ -245,6 +245,7 @@ def _binds(options: InstallOptions, models: Sequence[Path], stated: Mapping[str,
     own = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
     parts = [part for model in models for part in (model, *_linked_folders(model))]
     files = {_STATE / stated[key]: key for key in _READ if key in stated}
+    files |= {_STATE / folder: "model.mirrors" for folder in stated.get("model.mirrors", ())}
     for path, what in (own | dict.fromkeys(parts, "the model") | files).items():
         if any(path.resolve().is_relative_to(place) for place in _PRIVATE_TO_UNIT):
             raise ServiceError(

@@ -234,6 +234,8 @@ def _convert(key: str, stated: SettingValue) -> Any:
             value = parse(value)
         if isinstance(value, str) and (key in PATHS or (key.startswith("models.") and key.endswith(".path"))):
             value = os.path.expanduser(value)
+        elif isinstance(value, list) and key in PATHS:
+            value = [os.path.expanduser(each) if isinstance(each, str) else each for each in value]
         return msgspec.convert(value, expected)
     except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
         choices = get_args(expected) if get_origin(expected) is Literal else ()

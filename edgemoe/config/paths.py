@@ -13,7 +13,15 @@ from edgemoe.config.settings import Settings
 FILE_NAME = "edgemoe.toml"
 PATHS = frozenset(
     {
-        *("model.path", "model.store_dir", "cache.state_file", "cache.scoutgate", "record.dir", "service.runtime_dir"),
+        *(
+            "model.path",
+            "model.store_dir",
+            "model.mirrors",
+            "cache.state_file",
+            "cache.scoutgate",
+            "record.dir",
+            "service.runtime_dir",
+        ),
         *("api.socket", "api.api_key_file", "cluster.key_file", "cluster.peers_file", "cluster.state_dir"),
         *("cluster.etcd_password_file", "cluster.etcd_ca", "cluster.etcd_cert", "cluster.etcd_key"),
     }

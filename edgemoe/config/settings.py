@@ -42,6 +42,8 @@ class ModelSettings(SettingsSection, frozen=True, kw_only=True):
     path: Text = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
     name: Text = ""  # the name that clients use; "" is the directory's name
     store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
+    # folders on other disks with copies of packed stores: experts are read from all disks side by side
+    mirrors: Annotated[tuple[Text, ...], Meta(max_length=8)] = ()
 
 
 class NamedModelSettings(SettingsSection, frozen=True, kw_only=True):

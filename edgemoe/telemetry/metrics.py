@@ -20,6 +20,7 @@ STALL_SECONDS = "edgemoe_stall_seconds_total"  # {tier}: steps waiting for exper
 TIER_SLOTS = "edgemoe_tier_slots"  # {tier}: experts that the slab holds at most
 TIER_EXPERTS = "edgemoe_tier_experts"  # {tier}: experts in it now
 TIER_BYTES = "edgemoe_tier_bytes"  # {tier}: size of the slab
+STORE_READ_BYTES = "edgemoe_store_read_bytes_total"  # {folder}: of experts, from each copy of the store
 EXPERTS_SCRUBBED = "edgemoe_experts_scrubbed_total"  # experts in RAM that were compared with their checksums
 EXPERTS_DAMAGED = "edgemoe_experts_damaged_total"  # of these, the ones whose bytes had changed in memory
 FAILING_PAGES = "edgemoe_failing_memory_pages"  # pages of experts' RAM that were damaged more than once

@@ -74,6 +74,7 @@ class Assembly:
     budgets: Budgets
     engine: Engine
     tiers: ExpertTiers
+    store: ExpertStore
     close: Callable[[], None]
     activity: ActivityCounter | None = None  # no placement depends on it
     sharing: ClusterParts | None = None  # without a cluster
@@ -102,7 +103,7 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         log.info(line)
     torch.set_num_threads(budgets.threads)
     with ExitStack() as opened:
-        store = opened.enter_context(ExpertStore(directory, manifest))
+        store = opened.enter_context(ExpertStore(directory, manifest, mirrors=settings.model.mirrors))
         note_use(directory)
         verify_copies(directory, manifest)
         verify_dense(directory, manifest.dense, lambda share: report("verifying", share))
@@ -141,7 +142,7 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         _scrubber(geometry, tiers, store, sharing, engine),
     )
     return Assembly(
-        settings, info, budgets, engine, tiers, closing.close, activity, sharing, scrubber, scoutgate, controller
+        settings, info, budgets, engine, tiers, store, closing.close, activity, sharing, scrubber, scoutgate, controller
     )
 
 

@@ -47,6 +47,7 @@ from edgemoe.ipc.messages import (
     Submit,
     ToEngine,
 )
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
@@ -311,6 +312,8 @@ class Worker:
     def _figures(self, assembly: Assembly) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names."""
         metrics = assembly.engine.metrics() | assembly.tiers.metrics()
+        for folder, size_bytes in assembly.store.read_bytes.items():
+            metrics[names.named(names.STORE_READ_BYTES, folder=folder)] = size_bytes
         for part in (assembly.scoutgate, assembly.controller, assembly.scrubber, self._side, self._disk):
             if part is not None:
                 metrics |= part.metrics()
