@@ -153,7 +153,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         (spec.layers * router.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
         (spec.hidden % 2 or feed_forward.width % 2, "hidden_size and the experts' width must be even"),
         (router.top_k > router.experts, "num_experts_per_tok must be at most the number of experts"),
-        (len(dense) >= spec.layers, "no layer has experts"),
+        (not spec.expert_layers, "no layer has experts"),
         (dense and not feed_forward.dense_width, "it has dense layers, but not their width"),
         (router.experts % router.groups, "the number of experts must be a multiple of the number of groups"),
         (spec.state_bytes > MOST_STATE_BYTES, f"states of more than {MOST_STATE_BYTES} bytes are impossible"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from edgemoe.families.family import (
     BIASES,
+    DEEPSEEK_V3_ROUTER,
     GATED_HEADS,
     GATED_SHARED,
     MIXTRAL,
@@ -17,6 +18,8 @@ from edgemoe.families.family import (
 )
 from edgemoe.families.layer_kinds import granite_layers
 from edgemoe.families.read import (
+    FULL,
+    LINEAR,
     choice,
     first_layers,
     flag,
@@ -26,7 +29,15 @@ from edgemoe.families.read import (
     whole,
 )
 from edgemoe.families.spec import TensorNames
-from edgemoe.families.state_mechanisms import conv_layers, delta_layers, granite_mamba, mamba_layers
+from edgemoe.families.state_mechanisms import (
+    conv_layers,
+    delta_layers,
+    granite_mamba,
+    layers_of_part,
+    mamba_layers,
+    nemotron_layers,
+)
+from edgemoe.types.experts import Activation
 
 GRANITE = Family(
     name="granitemoe",
@@ -51,6 +62,7 @@ GRANITE = Family(
         "logits": inverse("logits_scaling"),
     },
 )
+RELU2 = Activation("relu2")
 HYBRID_FAMILIES = (
     Family(
         name="qwen3_next",
@@ -161,6 +173,41 @@ HYBRID_FAMILIES = (
             **GRANITE.feed_forward,
             "shared_width": whole("shared_intermediate_size", default=1024),
             "shared_stacked": True,
+        },
+    ),
+    Family(
+        name="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        names=TensorNames(
+            renames=(
+                ("model.embed_tokens.", "model.embeddings."),
+                ("model.norm.", "model.norm_f."),
+                (".input_layernorm.", ".norm."),
+                (".self_attn.", ".mixer."),
+                (".mamba.", ".mixer."),
+                (".mlp.", ".mixer."),
+                ("model.", "backbone."),
+            ),
+            projections=("up_proj", "down_proj"),
+        ),
+        layers=nemotron_layers,
+        positions=lambda config: False,
+        heads={
+            "qkv_bias": choice("attention_bias", {False: False}, False),
+            "window": choice("sliding_window", {0: 0}, 0),
+        },
+        router=DEEPSEEK_V3_ROUTER,
+        feed_forward={
+            "activation": choice("mlp_hidden_act", {"relu2": RELU2}, RELU2),
+            "dense_layers": layers_of_part("mlp"),
+            "bare_layers": layers_of_part(LINEAR, FULL),
+            "dense_width": whole("intermediate_size", default=0),
+            "shared_width": whole("moe_shared_expert_intermediate_size", default=0),
+        },
+        block={
+            "eps": number("layer_norm_epsilon", default=1e-5),
+            "tied": flag("tie_word_embeddings"),
+            "norms": "alone",
         },
     ),
 )

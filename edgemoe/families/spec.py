@@ -80,17 +80,16 @@ Tensors = Iterator[tuple[str, Shape]]  # names after the layer's prefix, as tran
 class ExpertNames(NamedTuple):
     """Names the tensors of a layer's experts in a checkpoint: one for each expert, or all of them stacked."""
 
-    gate_up: str  # [E, 2I, H]
+    gate_up: str  # [E, 2I, H], or of up alone
     down: str  # [E, H, I]
     base: str  # of one expert's tensors, before its number
-    projections: tuple[str, str, str]
+    projections: tuple[str, ...]  # gate and up, or up alone, then down
     transposed: bool = False  # stacks are [E, H, 2I] and [E, I, H]
     interleaved: bool = False  # in stacks, gate and up take turns
 
-    def separate(self, expert: int) -> tuple[str, str, str]:
-        """Returns the tensors of one expert: gate [I, H], up [I, H] and down [H, I]."""
-        gate, up, down = self.projections
-        return tuple(f"{self.base}.{expert}.{part}.weight" for part in (gate, up, down))  # type: ignore[return-value]
+    def separate(self, expert: int) -> tuple[str, ...]:
+        """Returns the tensors of one expert: gate [I, H], if it has one, up [I, H] and down [H, I]."""
+        return tuple(f"{self.base}.{expert}.{part}.weight" for part in self.projections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class TensorNames:
 
     renames: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # see ExpertNames
     interleaved: bool = False
 
@@ -117,7 +116,8 @@ class TensorNames:
     def experts(self, layer: int) -> ExpertNames:
         """Returns the names of the experts' tensors of a layer, which is counted among all layers."""
         base = f"model.layers.{layer}.mlp.experts"
-        stacks = f"{base}.gate_up_proj", f"{base}.down_proj"
+        first = "gate_up_proj" if len(self.projections) > 2 else "up_proj"
+        stacks = f"{base}.{first}", f"{base}.down_proj"
         return ExpertNames(*stacks, base, self.projections, self.transposed, self.interleaved)
 
 
@@ -231,12 +231,13 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """The part of a block after attention: experts, or one dense network in some layers."""
+    """The part of a block after attention: experts, or one dense network in some layers, or nothing."""
 
     width: int  # of an expert
     activation: Activation = SILU
     expert_biases: bool = False
     dense_layers: frozenset[int] = frozenset()
+    bare_layers: frozenset[int] = frozenset()  # which end after attention
     dense_width: int = 0
     shared_width: int = 0  # of a network that every token uses beside its experts; 0: none
     shared_gate: bool = False  # its output is weighted by a sigmoid
@@ -254,7 +255,9 @@ class BlockSpec:
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
-    norms: str = "before"  # of a layer's two parts: "before" | "after" | "both" | "once": one norm before both
+    norms: str = (
+        "before"  # of a layer's parts: "before" | "after" | "both" | "once" for all | "alone": there is one part
+    )
     centred: bool = False  # norms subtract the mean
     parallel: bool = False  # a dense network runs beside the experts, and norms stand around each part
     soft_cap: float = 0.0  # bounds logits by tanh; 0: none
@@ -310,7 +313,8 @@ class ModelSpec:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Returns the layers with experts. Every index of layers of experts counts these alone, from 0."""
-        return tuple(layer for layer in range(self.layers) if layer not in self.feed_forward.dense_layers)
+        others = self.feed_forward.dense_layers | self.feed_forward.bare_layers
+        return tuple(layer for layer in range(self.layers) if layer not in others)
 
     @property
     def dtype_bytes(self) -> int:
@@ -321,7 +325,7 @@ class ModelSpec:
         """Number and sizes of the experts."""
         router, feed_forward = self.router, self.feed_forward
         return ExpertGeometry(
-            layers=self.layers - len(feed_forward.dense_layers),
+            layers=len(self.expert_layers),
             experts=router.experts,
             top_k=router.top_k,
             hidden=self.hidden,
@@ -365,6 +369,7 @@ NORMS = {  # `norms` of a block -> the norms of a layer, in the order of their u
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     "once": ("input_layernorm",),
+    "alone": ("input_layernorm",),
 }
 
 
@@ -390,9 +395,10 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> Tensors:
             yield f"{name}_feedforward_layernorm_2.weight", (spec.hidden,)
         yield "post_feedforward_layernorm_1.weight", (spec.hidden,)
         yield "layer_scalar", (1,)
-    if layer in spec.feed_forward.dense_layers:
-        yield from _mlp_shapes("mlp", spec.hidden, spec.feed_forward.dense_width)
-    else:
+    feed_forward = spec.feed_forward
+    if layer in feed_forward.dense_layers:
+        yield from _mlp_shapes("mlp", spec.hidden, feed_forward.dense_width, feed_forward.activation)
+    elif layer not in feed_forward.bare_layers:
         yield from _expert_layer_shapes(spec)
 
 
@@ -408,16 +414,16 @@ def _expert_layer_shapes(spec: ModelSpec) -> Tensors:
     if router.expert_scale:
         yield "mlp.gate.per_expert_scale", (router.experts,)
     if feed_forward.shared_width:
-        stacked = feed_forward.shared_stacked
-        yield from _mlp_shapes("mlp.shared_experts", spec.hidden, feed_forward.shared_width, stacked)
+        sizes, stacked = (spec.hidden, feed_forward.shared_width), feed_forward.shared_stacked
+        yield from _mlp_shapes("mlp.shared_experts", *sizes, feed_forward.activation, stacked)
     if feed_forward.shared_gate:
         yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
 
 
-def _mlp_shapes(prefix: str, hidden: int, width: int, stacked: bool = False) -> Tensors:
+def _mlp_shapes(prefix: str, hidden: int, width: int, activation: Activation, stacked: bool = False) -> Tensors:
     if stacked:
-        yield f"{prefix}.gate_up_proj.weight", (2 * width, hidden)
+        yield f"{prefix}.gate_up_proj.weight", (activation.inputs * width, hidden)
     else:
-        yield f"{prefix}.gate_proj.weight", (width, hidden)
-        yield f"{prefix}.up_proj.weight", (width, hidden)
+        for part in ("gate_proj", "up_proj")[-activation.inputs :]:
+            yield f"{prefix}.{part}.weight", (width, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, width)

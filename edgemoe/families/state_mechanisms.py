@@ -12,7 +12,18 @@ from typing import ClassVar
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.mechanisms import Layers
-from edgemoe.families.read import FULL, LINEAR, Config, flag, integer, layer_count, stated_kinds
+from edgemoe.families.read import (
+    FULL,
+    LINEAR,
+    MOST_LAYERS,
+    Config,
+    ConfigReader,
+    choice,
+    flag,
+    integer,
+    layer_count,
+    stated_kinds,
+)
 from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, Tensors
 
 MOST_TAPS = 64
@@ -214,6 +225,21 @@ def conv_layers(config: Config, attention: LayerAttention) -> tuple[LayerAttenti
     return _of_kinds(kinds, CONV, heads, attention)
 
 
+@dataclass(frozen=True, slots=True)
+class NoHeads(AttentionHeads):
+    """Stands for the attention of layers that have none. Its sizes mean nothing."""
+
+    mechanism: ClassVar[str] = "none"
+
+    @property
+    def kv(self) -> KVRow:
+        return KVRow()
+
+    def tensors(self, hidden: int) -> Tensors:
+        return iter(())
+
+
+NO_ATTENTION = LayerAttention(NoHeads(1, 1, 2), None)
 MambaSizes = Callable[[Config], MambaHeads]
 
 
@@ -231,6 +257,61 @@ def granite_mamba(config: Config) -> MambaHeads:
         conv_bias=flag("mamba_conv_bias", default=True)(config),
         biases=flag("mamba_proj_bias")(config),
     )
+
+
+PARTS = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}  # as patterns write them
+LEGACY_PARTS = {"mamba": LINEAR, "attention": FULL}
+
+
+def part_kinds(config: Config) -> list[str]:
+    """Reads layers of one part each: the kind of each, of PARTS. Raises CheckpointError and UnsupportedModel."""
+    listed = config.get("layers_block_type") or config.get("layer_types")
+    if listed is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        listed = [PARTS.get(letter, letter) for letter in pattern]
+    if not isinstance(listed, list) or not 0 < len(listed) <= MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: layers_block_type must name 1 to {MOST_LAYERS} layers, or hybrid_override_pattern have a "
+            f"letter for each, not {str(listed)[:80]}"
+        )
+    kinds = [LEGACY_PARTS.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    if unknown := [str(kind)[:80] for kind in kinds if kind not in PARTS.values()]:
+        known = ", ".join(PARTS.values())
+        raise UnsupportedModel(f"config.json: layers_block_type has {unknown[0]!r}; supported are {known}")
+    return kinds
+
+
+def layers_of_part(*parts: str) -> ConfigReader:
+    """Returns a reader of the layers that are one of these parts."""
+    return lambda config: frozenset(n for n, kind in enumerate(part_kinds(config)) if kind in parts)
+
+
+NEMOTRON_LACKS: dict[str, tuple[bool | int | str, ...]] = {  # switches, and the values that are supported
+    "mamba_hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "moe_latent_size": (),
+    "n_shared_experts": (1,),
+}
+
+
+def nemotron_layers(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
+    """Reads layers of one part each: Mamba-2, attention, or another part and no attention."""
+    _demand_free_steps(config)
+    for key, values in NEMOTRON_LACKS.items():
+        choice(key, dict.fromkeys(values), None)(config)
+    heads = MambaHeads(
+        count=integer(config, "mamba_num_heads", default=128),
+        kv_count=integer(config, "n_groups", "mamba_n_groups", default=8),
+        dim=integer(config, "ssm_state_size", default=128),
+        value_dim=integer(config, "mamba_head_dim", default=64),
+        taps=_taps(config, "conv_kernel", 4),
+        conv_bias=flag("use_conv_bias", default=True)(config),
+        biases=flag("use_bias")(config),
+    )
+    kinds = part_kinds(config)
+    if FULL not in kinds:
+        raise UnsupportedModel("config.json: no layer is attention; a model without any is not supported")
+    made = {LINEAR: LayerAttention(heads, None), FULL: attention}
+    return tuple(made.get(kind, NO_ATTENTION) for kind in kinds)
 
 
 def mamba_layers(sizes: MambaSizes, known: tuple[str, ...] = ("mamba", LINEAR)) -> Layers:

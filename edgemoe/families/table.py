@@ -338,7 +338,6 @@ REFUSED: dict[str, str] = {  # architecture -> why
     "MiniMaxM3SparseForConditionalGeneration": INDEXER,
     "MiniMaxM3VLForCausalLM": INDEXER,
     "Mistral4ForCausalLM": "the scale of its queries grows with the position",
-    "NemotronHForCausalLM": "its experts have no gate, and each of its layers is one part alone",
     "PhimoeForCausalLM": "its gate is a sparse mixer, and its norms have biases",
     "Qwen4ExpForCausalLM": STREAMS,
     "Qwen4ExpForConditionalGeneration": STREAMS,

@@ -57,7 +57,7 @@ def store_facts(directory: Path) -> StoreFacts:
         return StoreFacts()
     dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
     experts = sum(len(layer.experts) for layer in manifest.layers)
-    expert = 3 * spec.geometry.hidden * spec.geometry.width
+    expert = math.prod(spec.geometry.gate_up_shape) + math.prod(spec.geometry.down_shape)
     return StoreFacts(manifest.total_bytes, dense + experts * expert, modified_s)
 
 

@@ -71,12 +71,12 @@ class DecoderLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SerialLayer:
-    """A layer of two parts, each with a norm before it. Matrices are in the model's dtype, norms in float32."""
+    """A layer of two parts, each with a norm before it, or of one. Matrices are in the model's dtype, norms float32."""
 
     norm: Norm
-    attention: AttentionMechanism
+    attention: AttentionMechanism | None
     post_norm: Norm
-    feed_forward: ExpertLayer | Mlp
+    feed_forward: ExpertLayer | Mlp | None
     factor: float  # of both parts' outputs
     dtype: torch.dtype
 
@@ -85,11 +85,14 @@ class SerialLayer:
         return self.feed_forward.gate if isinstance(self.feed_forward, ExpertLayer) else None
 
     def __call__(self, residual: torch.Tensor, step: StepContext, experts: MoeRunner) -> None:
-        residual.add_(self.attention(self.norm(residual).to(self.dtype), step), alpha=self.factor)
+        if self.attention is not None:
+            residual.add_(self.attention(self.norm(residual).to(self.dtype), step), alpha=self.factor)
         self.feed_in(residual, experts)
 
     def feed_in(self, residual: torch.Tensor, experts: MoeRunner) -> None:
-        """Adds the output of the layer's second part to `residual`."""
+        """Adds the output of the layer's second part to `residual`, if it has one."""
+        if self.feed_forward is None:
+            return
         hidden = self.post_norm(residual).to(self.dtype)
         residual.add_(_fed_forward(self.feed_forward, hidden, experts), alpha=self.factor)
 
@@ -175,15 +178,20 @@ def make_layer(reader: LayerReader) -> DecoderLayer:
     if block.norms in LAYERS_BY_NORMS:
         return LAYERS_BY_NORMS[block.norms](reader)
     norms = [reader.norm(f"{name}.weight") for name in NORMS[block.norms]]
-    attention, feed_forward = _parts(reader)
-    return SerialLayer(norms[0], attention, norms[1], feed_forward, block.residual, DTYPES[reader.spec.dtype])
+    name, bare = reader.attention.heads.mechanism, reader.number in reader.spec.feed_forward.bare_layers
+    attention = None if name == "none" else ATTENTION_MECHANISMS[name](reader)
+    feed_forward = None if bare else _feed_forward(reader)
+    return SerialLayer(norms[0], attention, norms[-1], feed_forward, block.residual, DTYPES[reader.spec.dtype])
 
 
 def _parts(reader: LayerReader) -> tuple[AttentionMechanism, ExpertLayer | Mlp]:
     """Reads the two parts of a layer."""
+    return ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader), _feed_forward(reader)
+
+
+def _feed_forward(reader: LayerReader) -> ExpertLayer | Mlp:
     dense = reader.number in reader.spec.feed_forward.dense_layers
-    attention = ATTENTION_MECHANISMS[reader.attention.heads.mechanism](reader)
-    return attention, Mlp(reader, "mlp") if dense else ExpertLayer(reader)
+    return Mlp(reader, "mlp") if dense else ExpertLayer(reader)
 
 
 LAYERS_BY_NORMS: dict[str, Callable[[LayerReader], DecoderLayer]] = {

@@ -83,17 +83,17 @@ class Gate:
 
 
 class Mlp:
-    """Computes a gated network: down(activation(gate x) * up x)."""
+    """Computes a dense network: down(activation(gate x, up x)), or down(activation(up x))."""
 
     def __init__(self, reader: LayerReader, prefix: str, stacked: bool = False) -> None:
-        gate_up = ("gate_up_proj",) if stacked else ("gate_proj", "up_proj")
-        self.gate_up = reader.matrix(*(f"{prefix}.{part}.weight" for part in gate_up))  # [2I, H]
-        self.down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
         self.activation = reader.spec.feed_forward.activation
+        gate_up = ("gate_up_proj",) if stacked else ("gate_proj", "up_proj")[-self.activation.inputs :]
+        self.gate_up = reader.matrix(*(f"{prefix}.{part}.weight" for part in gate_up))  # [2I, H], or up alone
+        self.down = reader.matrix(f"{prefix}.down_proj.weight")  # [H, I]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activated(self.activation, gate, up))
+        products = self.gate_up(x).chunk(self.activation.inputs, dim=-1)
+        return self.down(activated(self.activation, *products))
 
 
 class ExpertLayer:

@@ -58,7 +58,7 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
         _step_mamba(layer, layer.attention, residual, step)
     elif isinstance(layer.attention, ShortConvolution):
         _step_convolution(layer, layer.attention, residual, step)
-    else:
+    elif layer.attention is not None:
         residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
     if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
         calls.add_experts(layer, layer.feed_forward, residual)

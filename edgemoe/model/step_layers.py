@@ -113,7 +113,7 @@ class LayerPlanner:
             sources.append(shared)
         plan.multiply(products)
         if part.shared_mlp is not None:
-            plan.network("shared", part.shared_mlp, both, len(part.shared_mlp.gate_up) // 2)
+            plan.network("shared", part.shared_mlp, both)
         self._route(part.gate)
         return sources
 
@@ -124,10 +124,10 @@ class LayerPlanner:
         return Source(self.plan.mixed.data_ptr())
 
     def network(self, name: str, mlp: Mlp, given: Packed) -> Source:
-        """Adds a gated network."""
+        """Adds a dense network."""
         both = self.plan.buffer(f"{name}.both", len(mlp.gate_up))
         self.plan.multiply([self.plan.part(mlp.gate_up, given, both)])
-        self.plan.network(name, mlp, both, len(mlp.gate_up) // 2)
+        self.plan.network(name, mlp, both)
         return Source(self.plan.buffer(name, self.plan.spec.hidden))
 
     def _scores(self, gate: Gate) -> int:
@@ -177,9 +177,11 @@ def _add_layer(layer: DecoderLayer, planner: LayerPlanner) -> None:
 @_add_layer.register
 def _(layer: SerialLayer, planner: LayerPlanner) -> None:
     plan, part = planner.plan, layer.feed_forward
-    plan.pend(planner.mechanism(layer.attention, norm=layer.norm), factor=layer.factor)
-    given = plan.join(layer.post_norm, "hidden", _fed(part, plan), experts=isinstance(part, ExpertLayer))
-    plan.pend(*planner.feed(part, given), factor=layer.factor)
+    if layer.attention is not None:
+        plan.pend(planner.mechanism(layer.attention, norm=layer.norm), factor=layer.factor)
+    if part is not None:
+        given = plan.join(layer.post_norm, "hidden", _fed(part, plan), experts=isinstance(part, ExpertLayer))
+        plan.pend(*planner.feed(part, given), factor=layer.factor)
 
 
 @_add_layer.register

@@ -219,10 +219,11 @@ class StepPlan:
         self.chunks(make_join(self.kernels.bf16), job)
         return packed
 
-    def network(self, name: str, mlp: Mlp, out: int, width: int) -> None:
-        """Adds the second half of a gated network, whose gate and up lie at `out` [tokens, 2 * width]."""
+    def network(self, name: str, mlp: Mlp, out: int) -> None:
+        """Adds the second half of a network, whose gate and up, or up alone, lie at `out` [tokens, line]."""
+        line, width = len(mlp.gate_up), mlp.down.columns
         packed = self.packed(f"{name}.middle", width, [mlp.down])
-        job = self.record(ACTIVATE, x=out, width=width, packs=packed.packs, pack_count=packed.pack_count)
+        job = self.record(ACTIVATE, x=out, line=line, width=width, packs=packed.packs, pack_count=packed.pack_count)
         job["activation"] = ACTIVATIONS.index(mlp.activation.kind)
         job["alpha"], job["limit"] = mlp.activation.alpha, mlp.activation.limit
         self.chunks(activate_token, job)

@@ -17,6 +17,7 @@ HUB_NAMES = {
     "minimax-m2": "MiniMaxAI/MiniMax-M2",
     "mixtral:8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
     "mixtral:8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "nemotron3:30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "olmoe": "allenai/OLMoE-1B-7B-0924-Instruct",
     "qwen3-coder:30b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
     "qwen3-coder:480b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",

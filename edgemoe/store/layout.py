@@ -1,7 +1,8 @@
 """Plans the content of a store's weight files from a checkpoint, before anything is written.
 
 An expert becomes one run of bytes in the encoding of its layer: gate rows and up rows [2I, H], then down [H, I], as in
-transformers 5. Pad tensors fill the run up to whole pages, because safetensors allows no holes.
+transformers 5. Experts without a gate have up rows alone. Pad tensors fill the run up to whole pages, because
+safetensors allows no holes.
 """
 
 from __future__ import annotations
@@ -327,7 +328,8 @@ def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FileP
     runs: list[ByteRun] = []
     for index, expert in enumerate(layer):
         name = f"experts.{index}"
-        entries.append(_entry(f"{name}.gate_up_proj", encoding, geometry.gate_up_shape))
+        first = "gate_up_proj" if geometry.activation.inputs > 1 else "up_proj"
+        entries.append(_entry(f"{name}.{first}", encoding, geometry.gate_up_shape))
         entries.append(_entry(f"{name}.down_proj", encoding, geometry.down_shape))
         parts = [(rows, encoding) for rows in (*expert.gate_up, *expert.down)]
         if expert.biases:

@@ -26,7 +26,7 @@ from edgemoe.types.experts import ExpertGeometry
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecipe:
-    """One expert: gate rows and up rows, down rows, and its biases."""
+    """One expert: gate rows, if any, and up rows, down rows, and its biases."""
 
     gate_up: tuple[SourceRows, ...]
     down: tuple[SourceRows, ...]
@@ -42,8 +42,8 @@ def expert_recipes(spec: ModelSpec, layer: int, has: Callable[[str], bool]) -> I
         return
     rows = (geometry.width, geometry.hidden)
     for expert in range(geometry.experts):
-        gate, up, last = names.separate(expert)
-        yield ExpertRecipe((SourceRows(gate, rows), SourceRows(up, rows)), (SourceRows(last, geometry.down_shape),))
+        *first, last = names.separate(expert)
+        yield ExpertRecipe(tuple(SourceRows(name, rows) for name in first), (SourceRows(last, geometry.down_shape),))
 
 
 def _of_stack(names: ExpertNames, geometry: ExpertGeometry, expert: int) -> ExpertRecipe:
@@ -53,7 +53,7 @@ def _of_stack(names: ExpertNames, geometry: ExpertGeometry, expert: int) -> Expe
     if geometry.biases:
         both, last = (
             SourceRows(f"{name}_bias", (geometry.experts, rows), (expert,))
-            for name, rows in ((names.gate_up, 2 * geometry.width), (names.down, geometry.hidden))
+            for name, rows in ((names.gate_up, geometry.first_rows), (names.down, geometry.hidden))
         )
         biases = (*_gate_and_up(both, names), last)
     return ExpertRecipe(_gate_and_up(gate_up, names), (down,), biases)

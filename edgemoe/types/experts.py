@@ -27,11 +27,17 @@ class Activation(NamedTuple):
 
     "silu": silu(g) u. "gelu_tanh": gelu(g) u, gelu by its approximation with tanh. "clamped_swiglu":
     g sigmoid(alpha g) (u + 1), with g at most `limit`, and u at most `limit` away from 0 [GPT-OSS].
+    "relu2" has no gate: the square of relu(u).
     """
 
     kind: str = "silu"
     alpha: float = 0.0
     limit: float = 0.0
+
+    @property
+    def inputs(self) -> int:
+        """Returns the number of products that it takes: gate and up, or up alone."""
+        return 1 if self.kind == "relu2" else 2
 
 
 SILU = Activation()
@@ -45,11 +51,11 @@ def layers_of_sizes(layer_bytes: Sequence[int]) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGeometry:
-    """The sizes of a model's experts: L layers of E experts, k of them per token, each gated, of width I.
+    """The sizes of a model's experts: L layers of E experts, k of them per token, of width I.
 
     An expert's bytes are its gate and up rows [2I, H], then down [H, I], in its layer's encoding. Its biases follow, if
-    it has any: gate and up [2I], then down [H], float32. Hidden states are of `dtype`. Layers may have fewer experts
-    than E.
+    it has any: gate and up [2I], then down [H], float32. Experts whose activation takes no gate have up rows alone:
+    [I, H]. Hidden states are of `dtype`. Layers may have fewer experts than E.
     """
 
     layers: int
@@ -74,8 +80,13 @@ class ExpertGeometry:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def first_rows(self) -> int:
+        """Returns the rows of gate and up together, or of up alone."""
+        return self.activation.inputs * self.width
+
+    @property
     def gate_up_shape(self) -> tuple[int, int]:
-        return 2 * self.width, self.hidden
+        return self.first_rows, self.hidden
 
     @property
     def down_shape(self) -> tuple[int, int]:
@@ -92,7 +103,7 @@ class ExpertGeometry:
 
     @property
     def bias_bytes(self) -> int:
-        return BIAS_BYTES * (2 * self.width + self.hidden) if self.biases else 0
+        return BIAS_BYTES * (self.first_rows + self.hidden) if self.biases else 0
 
     def experts_of(self, layer: int) -> int:
         """Returns how many experts a layer has: those from 0 on."""
@@ -114,7 +125,7 @@ class ExpertGeometry:
         if self.layer_bytes:
             return self.layer_bytes[layer]
         encoding = self.encoding(layer)
-        gate_up, down = 2 * self.width * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
+        gate_up, down = self.first_rows * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
         return gate_up + down + self.bias_bytes
 
     def stride_bytes(self, layer: int) -> int:

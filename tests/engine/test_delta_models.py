@@ -24,7 +24,7 @@ from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Tier
 
-FAMILIES = ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid")
+FAMILIES = ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "nemotron_h")
 LENGTHS = [3, 40, 17, 70, 1, 33]
 TOKENS = 64
 SLOTS = 24  # of states

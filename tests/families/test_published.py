@@ -15,6 +15,7 @@ PARAMETERS = {  # in billions: all, without vision and without layers for predic
     "DeepSeek-V3": 671.03,
     "GLM-4.5-Air": 106.85,
     "Kimi-K2.5": 1026.41,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.58,
     "Mixtral-8x7B-Instruct-v0.1": 46.70,
     "OLMoE-1B-7B-0924": 6.92,
     "Qwen3-30B-A3B": 30.53,
@@ -29,6 +30,7 @@ PARAMETERS = {  # in billions: all, without vision and without layers for predic
 def test_a_model_has_as_many_parameters_as_its_makers_say(name: str) -> None:
     spec = spec_from_config(json.loads(CONFIGURATIONS[name].read_text()))
     geometry = spec.geometry
-    each = 3 * geometry.hidden * geometry.width + geometry.biases * (2 * geometry.width + geometry.hidden)
+    each = math.prod(geometry.gate_up_shape) + math.prod(geometry.down_shape)
+    each += geometry.biases * (geometry.first_rows + geometry.hidden)
     dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
     assert (dense + geometry.count * each) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.01)

@@ -19,12 +19,13 @@ from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import expert_tiles, experts_decode
 from edgemoe.kernels.gpu.launches import LEAST_CAPABILITY
 from edgemoe.types.encoding import ENCODINGS
-from edgemoe.types.experts import Activation, ExpertGeometry
+from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 GENERATIONS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # capability * 10 -> shared memory of one block, bytes
 ROOT = Path(__file__).parents[2]
+RELU2 = Activation("relu2")  # takes no gate
 ENCODED = [kind for kind, encoding in ENCODINGS.items() if encoding.scales(1)]
 
 
@@ -73,11 +74,12 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
 
 
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda each: each.kind)
 @pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODINGS, TILE_ROWS)))
 def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
-    capability: int, kind: str, rows: int
+    capability: int, kind: str, rows: int, activation: Activation
 ) -> None:
-    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
+    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", activation, encodings=(kind,))
     for kernel in (expert_tiles.tile_gate_up, expert_tiles.tile_down):
         made = compiled(kernel, capability, geometry, expert_tiles.tile_shape(geometry, 0, rows))
         ptx = made.asm["ptx"]
@@ -107,9 +109,12 @@ def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_e
     assert max(map(max, errors.values())) < 5e-6
 
 
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda each: each.kind)
 @pytest.mark.parametrize(("capability", "kind"), by_turns(GENERATIONS, ENCODINGS))
-def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(capability: int, kind: str) -> None:
-    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", encodings=(kind,))
+def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(
+    capability: int, kind: str, activation: Activation
+) -> None:
+    geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", activation, encodings=(kind,))
     sizes = gpu_experts.constants(geometry, 0, geometry.stride_bytes(0))
     arrays = {"x": "*fp32", "mid": "*fp32", "slab": "*u8", "places": "*i64", "ids": "*i64"}
     arrays |= {"shares": "*fp32", "out": "*fp32"}

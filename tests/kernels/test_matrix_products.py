@@ -18,14 +18,16 @@ from edgemoe.types.encoding import BFLOAT16, ENCODINGS, FLOAT32, FP8, INT4, INT8
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
+RELU2 = Activation("relu2")  # takes no gate
 
 
 def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> ExpertSlab:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    weights = (torch.randn(SLOTS, 3 * HIDDEN * WIDTH) * 0.1).to(dtype).view(torch.uint8)
+    inputs = activation.inputs
+    weights = (torch.randn(SLOTS, (inputs + 1) * HIDDEN * WIDTH) * 0.1).to(dtype).view(torch.uint8)
     if biases:
-        weights = torch.cat([weights, torch.randn(SLOTS, 2 * WIDTH + HIDDEN).view(torch.uint8)], 1)
+        weights = torch.cat([weights, torch.randn(SLOTS, inputs * WIDTH + HIDDEN).view(torch.uint8)], 1)
     geometry = ExpertGeometry(1, SLOTS, 1, HIDDEN, WIDTH, str(dtype)[6:], activation, biases)
     assert weights.shape[1] == geometry.expert_bytes(0)
     slab = torch.full((SLOTS, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN
@@ -51,15 +53,18 @@ def _expected(slab: ExpertSlab, tokens: int, x: torch.Tensor) -> torch.Tensor:
             both = slab.gate_up[slot].double() @ x[index[pair]].double()
             if slab.gate_up_bias is not None:
                 both += slab.gate_up_bias[slot]
-            output = slab.down[slot].double() @ _activated(slab.activation, *both.chunk(2))
+            output = slab.down[slot].double() @ _activated(slab.activation, *both.chunk(slab.activation.inputs))
             if slab.down_bias is not None:
                 output += slab.down_bias[slot]
             out[index[pair]] += float(weights[pair]) * output
     return out
 
 
-def _activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _activated(activation: Activation, *products: torch.Tensor) -> torch.Tensor:
     """Computes the activation by its definition."""
+    if activation.kind == "relu2":
+        return products[0].clamp(min=0) ** 2
+    gate, up = products
     if activation.kind == "gelu_tanh":
         return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     if activation.kind == "clamped_swiglu":
@@ -69,7 +74,7 @@ def _activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("activation", [SILU, Activation("gelu_tanh"), Activation("clamped_swiglu", 1.702, 2.0)])
+@pytest.mark.parametrize("activation", [SILU, Activation("gelu_tanh"), Activation("clamped_swiglu", 1.702, 2.0), RELU2])
 def test_other_activations_and_biases_equal_the_definition(
     kernels: Kernels, activation: Activation, biases: bool
 ) -> None:
@@ -217,14 +222,15 @@ def test_pieces_of_many_experts_with_few_tokens_each_fit_their_scratch_memory(
 
 ENCODED = [INT8, INT4, MXFP4, FP8]
 GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
+KINDS = [(SILU, False), (GPT_OSS, True), (Activation("gelu_tanh"), False), (RELU2, False), (RELU2, True)]
 
 
 def _encoded_slab(bf16: bool, encoding: Encoding, activation: Activation, biases: bool) -> ExpertSlab:
     random = np.random.default_rng(1)
-    sizes = ((SLOTS * 2 * WIDTH, HIDDEN), (SLOTS * HIDDEN, WIDTH))
+    sizes = ((SLOTS * activation.inputs * WIDTH, HIDDEN), (SLOTS * HIDDEN, WIDTH))
     rows = [pack(random.normal(0, 0.1, size).astype(np.float32), encoding).reshape(SLOTS, -1) for size in sizes]
     if biases:
-        rows.append(random.normal(size=(SLOTS, 2 * WIDTH + HIDDEN)).astype(np.float32).view(np.uint8))
+        rows.append(random.normal(size=(SLOTS, activation.inputs * WIDTH + HIDDEN)).astype(np.float32).view(np.uint8))
     size = sum(part.shape[1] for part in rows)
     slab = np.full((SLOTS, -(-size // 4096) * 4096), 255, np.uint8)
     slab[:, :size] = np.concatenate(rows, axis=1)
@@ -233,7 +239,7 @@ def _encoded_slab(bf16: bool, encoding: Encoding, activation: Activation, biases
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 70])
-@pytest.mark.parametrize(("activation", "biases"), [(SILU, False), (GPT_OSS, True), (Activation("gelu_tanh"), False)])
+@pytest.mark.parametrize(("activation", "biases"), KINDS)
 @pytest.mark.parametrize("encoding", ENCODED, ids=lambda each: each.name)
 def test_kernels_compute_encoded_experts_where_they_lie(
     kernels: Kernels,
@@ -273,7 +279,7 @@ def test_memory_that_a_few_tokens_kept_is_not_freed_by_many(kernels: Kernels, en
     assert {int(few._expert_kernels._job[name][0]) for name in names} <= scratch
 
 
-@pytest.mark.parametrize(("activation", "biases"), [(GPT_OSS, True), (Activation("gelu_tanh"), False)])
+@pytest.mark.parametrize(("activation", "biases"), [(GPT_OSS, True), (Activation("gelu_tanh"), False), (RELU2, False)])
 def test_kernels_compute_other_activations(kernels: Kernels, activation: Activation, biases: bool) -> None:
     slab = _slab(kernels.bf16, activation, biases)
     torch.manual_seed(4)

@@ -98,6 +98,18 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
         "mamba_chunk_size": 16,
     },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"],
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,
+    },
 }
 
 

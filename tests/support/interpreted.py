@@ -69,11 +69,11 @@ def tile_error(geometry: ExpertGeometry, tokens: int) -> float:
 
 def tile_errors(encoding: str, dtype: str) -> list[float]:
     """Returns the errors of the kernels for many tokens, where they can compute experts of the encoding."""
-    swiglu = Activation("clamped_swiglu", 1.702, 7.0)
-    made = ((608, 64, swiglu, True), (768, 256, SILU, False))
+    swiglu, relu2 = Activation("clamped_swiglu", 1.702, 7.0), Activation("relu2")
+    made = ((608, 64, swiglu, True), (768, 256, SILU, False), (128, 192, relu2, True))
     all_sizes = [ExpertGeometry(1, 3, 2, h, i, dtype, act, biases, (encoding,)) for h, i, act, biases in made]
     fitting = [geometry for geometry in all_sizes if expert_tiles.fits(geometry, 0)]
-    return [tile_error(geometry, 20) for geometry in fitting[: 2 if encoding == "int4" else 1]]
+    return [tile_error(geometry, 20) for geometry in (fitting if encoding == "int4" else fitting[:1])]
 
 
 def error_without_tiles() -> float:
@@ -103,7 +103,8 @@ def errors_of(dtype: str) -> list[float]:
 def errors_of_kinds(encoding: str) -> list[float]:
     """Returns the errors with each activation, and with biases."""
     swiglu, gelu = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
-    made = ((64, 96, SILU, False), (608, 64, swiglu, True), (512, 32, gelu, False))[: 3 if encoding == "int4" else 2]
+    made = [(64, 96, SILU, False), (608, 64, swiglu, True), (96, 64, Activation("relu2"), True)]
+    made += [(512, 32, gelu, False)] if encoding == "int4" else []
     return [
         error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (encoding,)), 3)
         for h, i, activation, biases in made

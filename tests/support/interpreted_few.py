@@ -25,8 +25,11 @@ from edgemoe.types.size_classes import SlabLayout
 from support.fake_gpu import no_order
 from support.packed_experts import far, slab_of, work
 
-SWIGLU, GELU = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
-MADE = ((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 2), (576, 32, GELU, False, 1))  # H, I, ..., tokens
+SWIGLU, GELU, RELU2 = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh"), Activation("relu2")
+MADE = (  # H, I, ..., tokens
+    *((64, 96, SILU, False, 1), (64, 608, SWIGLU, True, 2), (576, 32, GELU, False, 1)),
+    *((64, 96, RELU2, False, 2), (96, 64, RELU2, True, 1)),
+)
 PLAIN = ((72, 40, SILU, False, 2), (130, 36, SILU, False, 1))
 
 

@@ -18,7 +18,7 @@ def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
     shapes = (geometry.gate_up_shape, geometry.down_shape)
     parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for rows, n in shapes]
     if geometry.biases:
-        biases = rng.normal(size=(experts, 2 * geometry.width + geometry.hidden)).astype(np.float32)
+        biases = rng.normal(size=(experts, geometry.first_rows + geometry.hidden)).astype(np.float32)
         parts.append(biases.view(np.uint8))
     slab = np.concatenate([part.reshape(experts, -1) for part in parts], axis=1)
     return torch.from_numpy(np.pad(slab, ((0, 0), (0, geometry.stride_bytes(0) - slab.shape[1]))))

@@ -84,5 +84,5 @@ class EachTwice:
 
 def expert_bytes(parts: dict[str, torch.Tensor], expert: int, geometry: ExpertGeometry) -> torch.Tensor:
     """Returns an expert's bytes as in a slot."""
-    named = [f"experts.{expert}.{part}" for part in ("gate_up_proj", "down_proj", "biases")]
+    named = [f"experts.{expert}.{part}" for part in ("gate_up_proj", "up_proj", "down_proj", "biases")]
     return torch.cat([parts[name].contiguous().view(torch.uint8).flatten() for name in named if name in parts])

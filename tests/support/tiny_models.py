@@ -334,6 +334,28 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
             "mamba_chunk_size": 16,
         },
     ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            "initializer_range": 0.08,
+            "layers_block_type": ["linear_attention", "moe", "mlp", "full_attention", "moe", "linear_attention"],
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "intermediate_size": 72,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 32,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "time_step_min": 1e-9,  # which bounds transformers' prompts, and not its single steps
+        },
+    ),
     "cohere2_moe": (
         transformers.Cohere2MoeConfig,
         transformers.Cohere2MoeForCausalLM,
@@ -349,7 +371,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
 }
 DISTINCT = (  # one family of each kind of layer: the gate's tests that are dear run these
     *("qwen3_moe", "olmoe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
-    *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe"),
+    *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe", "nemotron_h"),
 )
 LIKE_OTHERS = (  # whose layers are computed as another family's: dear tests of every family leave them out of the gate
     *("qwen3_vl_moe", "glm4v_moe", "solar_open", "kimi_k25"),
@@ -373,18 +395,22 @@ class ResidentExperts:
         self.ids.append(ids.clone())
         for expert in ids.unique().tolist():
             tokens, places = (ids == expert).nonzero(as_tuple=True)
-            gate_up, down = (experts[f"experts.{expert}.{part}_proj"].float() for part in ("gate_up", "down"))
+            parts = ("gate_up" if self._activation.inputs == 2 else "up", "down")
+            gate_up, down = (experts[f"experts.{expert}.{part}_proj"].float() for part in parts)
             first, last = experts.get(f"experts.{expert}.biases", torch.zeros(len(gate_up) + len(down))).split(
                 [len(gate_up), len(down)]
             )
-            gate, up = (hidden[tokens].float() @ gate_up.T + first).chunk(2, dim=-1)
-            output = self._activated(gate, up) @ down.T + last
+            products = (hidden[tokens].float() @ gate_up.T + first).chunk(self._activation.inputs, dim=-1)
+            output = self._activated(*products) @ down.T + last
             out.index_add_(0, tokens, output * weights[tokens, places, None])
         return out
 
-    def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _activated(self, *products: torch.Tensor) -> torch.Tensor:
         """Applies the activation by its definition."""
         kind, alpha, limit = self._activation
+        if kind == "relu2":
+            return products[0].clamp(min=0) ** 2
+        gate, up = products
         if kind == "gelu_tanh":
             return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
         if kind == "clamped_swiglu":

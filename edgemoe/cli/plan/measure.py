@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.cli.plan.speed import ModelVariant, dense_encoding, dense_size, layer_bytes
+from edgemoe.cli.plan.speed import ModelVariant, dense_encoding, dense_size, layer_bytes, measured_layers
 from edgemoe.config.sizes import format_size
 from edgemoe.encodings.codec import pack
 from edgemoe.engine.driver import SequenceDriver
@@ -220,7 +220,10 @@ Measure = Callable[["ResidentModel"], float]  # returns the seconds of all its l
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """The seconds of one layer with every expert in memory: decoding, a batch, a prompt."""
+    """The seconds of one layer with every expert in memory: decoding, a batch, a prompt.
+
+    Where layers are of one part each, it is one with experts and its share of the others.
+    """
 
     decode_s: float  # one token of one sequence
     batch_s: float  # one token of each of `sequences`
@@ -314,7 +317,7 @@ class LayerBench:
         model, found = ResidentModel(small, self._kernels, random_decoder(small, self._kernels), self._tiers), []
         for measure in measures:
             self._check_time()
-            found.append(measure(model) / small.layers)
+            found.append(measure(model) / small.geometry.layers)
         return found
 
     def _check_time(self) -> None:
@@ -334,19 +337,26 @@ def miniature(spec: ModelSpec) -> ModelSpec:
     The layers are so many that a token finds no weights in the processor's cache, as in the whole model.
     """
     period, expert_bytes, router = _period(spec), spec.geometry.largest_bytes, spec.router
-    plain = layer_bytes(replace(spec, dense_encoding=""), spec.expert_layers[-1])
-    periods = -(-COLD_BYTES // (period * (router.top_k * expert_bytes + plain)))
-    layers = min(periods, len(spec.expert_layers) // period) * period
+    measured, plain = measured_layers(spec), replace(spec, dense_encoding="")
+    of_experts = len(set(measured[-period:]) & set(spec.expert_layers)) * router.top_k * expert_bytes
+    periods = -(-COLD_BYTES // (of_experts + sum(layer_bytes(plain, layer) for layer in measured[-period:])))
+    layers = min(periods, len(measured) // period) * period
+    kept = set(measured[-layers:])
+    with_experts = len(kept & set(spec.expert_layers))
     each = -(-router.top_k // router.top_groups)  # that a group has at least
     least = max(router.top_k, router.groups * max(2, each))
-    experts = min(router.experts, max(least, EXPERT_BYTES // (layers * expert_bytes)))
+    experts = min(router.experts, max(least, EXPERT_BYTES // (with_experts * expert_bytes)))
+    dense, bare = (
+        frozenset(layer - spec.layers + layers for layer in kept & some)
+        for some in (spec.feed_forward.dense_layers, spec.feed_forward.bare_layers)
+    )
     return replace(
         spec,
         attention=spec.attention[-layers:],
         vocab=min(spec.vocab, VOCAB),
         router=replace(router, experts=-(-experts // router.groups) * router.groups),
-        feed_forward=replace(spec.feed_forward, dense_layers=frozenset()),
-        encodings=spec.encodings[-layers:],
+        feed_forward=replace(spec.feed_forward, dense_layers=dense, bare_layers=bare),
+        encodings=spec.encodings[-with_experts:],
     )
 
 
@@ -356,8 +366,15 @@ def memory_rate(kernels: Kernels) -> float:
 
 
 def _period(spec: ModelSpec) -> int:
-    """Returns after how many layers their kinds repeat, within bounds, dense ones left out."""
-    kinds, most = spec.attention, min(MOST_LAYERS, len(spec.expert_layers))
+    """Returns after how many layers their kinds repeat, within bounds, dense ones left out.
+
+    Of layers of one part each, the last ones that have one of every kind are counted.
+    """
+    kinds, most, bare = spec.attention, min(MOST_LAYERS, len(spec.expert_layers)), spec.feed_forward.bare_layers
+    if bare:
+        dense = spec.feed_forward.dense_layers
+        parts = [(kind, layer in bare, layer in dense) for layer, kind in enumerate(kinds)]
+        return next(layers for layers in range(1, spec.layers + 1) if set(parts[-layers:]) == set(parts))
     for layers in range(LEAST_LAYERS, most):
         if all(kinds[n] == kinds[n - layers] for n in range(layers, len(kinds))):
             return layers

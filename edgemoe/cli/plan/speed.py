@@ -209,10 +209,15 @@ def model_of(variant: ModelVariant) -> PlannedSizes:
     return PlannedSizes(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
 
 
+def measured_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Returns the layers that are measured: layers with experts, or all layers where each has one part."""
+    return tuple(range(spec.layers)) if spec.feed_forward.bare_layers else spec.expert_layers
+
+
 def rest_bytes(variant: ModelVariant) -> float:
     """Returns the bytes that a step reads outside the layers that were measured: the head, and dense layers."""
     spec = variant.spec
-    inside = {f"model.layers.{layer}." for layer in spec.expert_layers}
+    inside = {f"model.layers.{layer}." for layer in measured_layers(spec)}
     total = 0
     for name, shape in dense_shapes(spec).items():
         layer = ".".join(name.split(".")[:3]) + "."

@@ -213,12 +213,12 @@ def weigh(job: int, token: int) -> None:
     pack_vector(w.packs, w.pack_count, x, w.n, token)
 
 
-# The record of a gated network's middle: out = packed(activation(gate, up)).
-# * `x` [tokens, 2 * width]: gate, up
+# The record of a network's middle: out = packed(activation(gate, up)), or of up alone.
+# * `x` [tokens, line]: gate, up, each of `width`
 # * `activation` as in `vector.activate`
 ACTIVATE = np.dtype(
     [
-        *fields("x", "width", "activation", "packs", "pack_count").descr,
+        *fields("x", "line", "width", "activation", "packs", "pack_count").descr,
         ("alpha", np.float64),
         ("limit", np.float64),
     ]
@@ -227,9 +227,9 @@ ACTIVATE = np.dtype(
 
 @chunk
 def activate_token(job: int, token: int) -> None:
-    """Applies the activation to one token's gate and up, and packs the result."""
+    """Applies the activation to one token's gate and up, or to up alone, and packs the result."""
     a = record(job, ACTIVATE)
-    gate = a.x + token * 2 * a.width * 4
+    gate = a.x + token * a.line * 4
     activate(a.activation, gate, gate + a.width * 4, a.width, _ONE, a.alpha, a.limit)
     pack_vector(a.packs, a.pack_count, gate, a.width, token)
 

@@ -173,10 +173,10 @@ Way = Callable[..., None]
 
 
 class ExpertSlab:
-    """Views slots of experts as rows: gate and up [S, 2I, H], and down [S, H, I]. Owns no memory.
+    """Views slots of experts as rows: gate and up [S, 2I, H], or up alone [S, I, H], and down [S, H, I].
 
-    Rows in the type of the hidden states are numbers, as `in_place` tells; others are bytes. Where experts have biases,
-    `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
+    Owns no memory. Rows in the type of the hidden states are numbers, as `in_place` tells; others are bytes. Where
+    experts have biases, `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
     """
 
     def __init__(self, slab: torch.Tensor, layout: ExpertLayout, bf16: bool) -> None:
@@ -186,8 +186,9 @@ class ExpertSlab:
         self.hidden, self.width, self.encoding = hidden, width, encoding
         self.in_place = encoding == (BFLOAT16 if bf16 else FLOAT32)
         long, short = encoding.row_bytes(hidden), encoding.row_bytes(width)
-        split, end = 2 * width * long, 2 * width * long + hidden * short
-        self.gate_up = slab[:, :split].view(len(slab), 2 * width, long)
+        first = layout.first_rows
+        split, end = first * long, first * long + hidden * short
+        self.gate_up = slab[:, :split].view(len(slab), first, long)
         self.down = slab[:, split:end].view(len(slab), hidden, short)
         if self.in_place:
             dtype = torch.bfloat16 if bf16 else torch.float32
@@ -195,11 +196,11 @@ class ExpertSlab:
         self.address, self.stride_bytes = slab.data_ptr(), slab.stride(0)
         self.gate_up_bias = self.down_bias = None
         if biases:
-            floats = slab[:, end : end + 4 * (2 * width + hidden)].view(torch.float32)
-            self.gate_up_bias, self.down_bias = floats[:, : 2 * width], floats[:, 2 * width :]
+            floats = slab[:, end : end + 4 * (first + hidden)].view(torch.float32)
+            self.gate_up_bias, self.down_bias = floats[:, :first], floats[:, first:]
 
     def matrices(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns gate and up [2I, H] and down [H, I] of one slot: views of plain numbers, else decoded float32."""
+        """Returns gate and up [2I, H], or up alone, and down [H, I] of one slot: as they are, else decoded float32."""
         if self.in_place:
             return self.gate_up[slot], self.down[slot]
         gate_up, down = self.gate_up[slot].numpy(), self.down[slot].numpy()
@@ -349,15 +350,19 @@ def one_by_one(
         both = torch.mm(gate_up, inputs[start:end].T)
         if slab.gate_up_bias is not None:
             both = both.float().add_(slab.gate_up_bias[slot][:, None])
-        mid = activated(slab.activation, *both.chunk(2)).to(inputs.dtype)
+        mid = activated(slab.activation, *both.chunk(slab.activation.inputs)).to(inputs.dtype)
         torch.mm(down, mid, out=results[start:end].T)
         if slab.down_bias is not None:
             results[start:end] += slab.down_bias[slot]
     out.index_add_(0, rows, results[places].float().mul_(torch.from_numpy(weights)[:, None]))
 
 
-def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Applies the activation to gate and up, of any shape. May write into `up`."""
+def activated(activation: Activation, *products: torch.Tensor) -> torch.Tensor:
+    """Applies the activation to gate and up, or to up alone, of any shape. May write into `up`."""
+    if activation.kind == "relu2":
+        (up,) = products
+        return up.relu().square()
+    gate, up = products
     if activation.kind == "clamped_swiglu":
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * up.add_(1)
@@ -376,14 +381,15 @@ class _Trial:
 
     def __init__(self, layout: ExpertLayout, bf16: bool) -> None:
         hidden, encoding = layout.hidden, layout.encoding
-        column_bytes = 3 * encoding.row_bytes(hidden)
+        column_bytes = (layout.activation.inputs + 1) * encoding.row_bytes(hidden)
         width = min(layout.width, max(TRIAL_WIDTH, TRIAL_BYTES // 2 // column_bytes // TRIAL_WIDTH * TRIAL_WIDTH))
         layout = layout._replace(width=width)
         rows = [pack(_random(columns), encoding) for columns in (hidden, width)]
         gate_up, down = (
-            np.resize(some, (count, some.shape[1])) for some, count in zip(rows, (2 * width, hidden), strict=True)
+            np.resize(some, (count, some.shape[1]))
+            for some, count in zip(rows, (layout.first_rows, hidden), strict=True)
         )
-        biases = np.zeros(4 * (2 * width + hidden) * layout.biases, np.uint8)
+        biases = np.zeros(4 * (layout.first_rows + hidden) * layout.biases, np.uint8)
         one = torch.from_numpy(np.concatenate([gate_up.ravel(), down.ravel(), biases]))
         self._experts = max(2, min(16, TRIAL_BYTES // len(one)))
         self._slab = ExpertSlab(one.repeat(self._experts, 1), layout, bf16)

@@ -1,7 +1,8 @@
-"""Computes the gated experts of one layer for a few tokens each, where they lie in the slab.
+"""Computes the experts of one layer for a few tokens each, where they lie in the slab.
 
-Two parallel regions: gate and up rows give `mid`, scaled by the routing weight; then down rows add to `out`. Both read
-rows in memory order, each weight once for all of its tokens. A token's experts are added in the order of `slots`.
+Two parallel regions: gate and up rows, or up rows alone, give `mid`, scaled by the routing weight; then down rows add
+to `out`. Both read rows in memory order, each weight once for all of its tokens. A token's experts are added in the
+order of `slots`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 
 class ExpertLayout(NamedTuple):
-    """Describes experts: gate and up rows [2 * width, hidden], then down rows [hidden, width], then biases."""
+    """Describes experts: gate and up rows [first_rows, hidden], then down rows [hidden, width], then biases."""
 
     hidden: int
     width: int
     encoding: Encoding
     activation: Activation = SILU
-    biases: bool = False  # float32 [2 * width], then [hidden]
+    biases: bool = False  # float32 [first_rows], then [hidden]
+
+    @property
+    def first_rows(self) -> int:
+        """Returns the rows of gate and up together, or of up alone."""
+        return self.activation.inputs * self.width
 
     @classmethod
     def of(cls, geometry: ExpertGeometry, layer: int) -> ExpertLayout:
@@ -43,18 +49,20 @@ class ExpertLayout(NamedTuple):
             line,
             down_line,
         )
-        record["bias"] = 2 * self.width * line + self.hidden * down_line if self.biases else 0
+        record["first_rows"] = self.first_rows
+        record["bias"] = self.first_rows * line + self.hidden * down_line if self.biases else 0
         record["activation"] = ACTIVATIONS.index(self.activation.kind)
         record["alpha"], record["limit"] = self.activation.alpha, self.activation.limit
 
 
 # The fields common to the records of both kernels for experts; arrays are addresses.
 # * `line` and `down_line` bytes of a row of gate or up, and of down
-# * `bias` bytes from a slot's start to its biases, or 0: gate and up [2 * width], then down [hidden], float32
+# * `first_rows` of gate and up together: 2 * width, or width where experts have no gate
+# * `bias` bytes from a slot's start to its biases, or 0: gate and up [first_rows], then down [hidden], float32
 # * `activation` as in `vector.activate`, with `alpha` and `limit`
 LAYOUT = np.dtype(
     [
-        *fields("hidden", "width", "line", "down_line", "bias", "activation").descr,
+        *fields("hidden", "width", "first_rows", "line", "down_line", "bias", "activation").descr,
         ("alpha", np.float64),
         ("limit", np.float64),
     ]
@@ -105,7 +113,7 @@ def pack_token(job: int, token: int) -> None:
 
 @chunk
 def gate_up(job: int, number: int) -> None:
-    """Multiplies some rows of gate and of up of one slot with all of its tokens."""
+    """Multiplies some rows of gate and of up, or of up alone, of one slot with all of its tokens."""
     e = record(job, EXPERTS)
     per_slot = (e.width + GATE_ROWS - 1) // GATE_ROWS
     slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, e.line
@@ -113,18 +121,24 @@ def gate_up(job: int, number: int) -> None:
     base = e.slab + i64_at(e.slots)[slot] * e.stride
     w, bias = base + row * line, base + e.bias + row * 4
     gates = e.both + number * 2 * GROUP * GATE_ROWS * 4
-    ups = gates + GROUP * GATE_ROWS * 4
+    ups, is_gated = gates + GROUP * GATE_ROWS * 4, e.first_rows > e.width
     for first in range(i64_at(e.offsets)[slot], after, GROUP):
         n, index = min(GROUP, after - first), e.index + 8 * first
         # Up's rows are prefetched beside the gate's; beside up's, the rows that this thread probably takes next.
         v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
-        call_rows(e.multiply, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
-        call_rows(e.multiply, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+        if is_gated:
+            call_rows(e.multiply, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
+            call_rows(e.multiply, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+        else:
+            call_rows(
+                e.multiply, w, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4
+            )
         for pair in range(n):
             gate, up = gates + pair * GATE_ROWS * 4, ups + pair * GATE_ROWS * 4
             if e.bias:
                 add_bias(gate, bias, count, np.float32(1))
-                add_bias(up, bias + e.width * 4, count, np.float32(1))
+                if is_gated:
+                    add_bias(up, bias + e.width * 4, count, np.float32(1))
             activate(e.activation, gate, up, count, f32_at(e.weights)[first + pair], e.alpha, e.limit)
             call_pack(e.pack, gate, row, count, e.width, e.mid + (first + pair) * e.width * 4)
 
@@ -137,7 +151,7 @@ def down(job: int, number: int) -> None:
     count, part = min(e.down_rows, e.hidden - row), e.part + number * GROUP * to_next
     for slot in range(e.count):
         base = e.slab + i64_at(e.slots)[slot] * e.stride
-        w = base + 2 * e.width * e.line + row * line
+        w = base + e.first_rows * e.line + row * line
         soon, after = w, i64_at(e.offsets)[slot + 1]
         if slot + 1 < e.count:
             soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
@@ -148,7 +162,7 @@ def down(job: int, number: int) -> None:
                 out = f32_at(e.out + (i64_at(e.index)[first + pair] * e.hidden + row) * 4)
                 values = part + pair * to_next
                 if e.bias:
-                    bias = base + e.bias + (2 * e.width + row) * 4
+                    bias = base + e.bias + (e.first_rows + row) * 4
                     add_bias(values, bias, count, f32_at(e.weights)[first + pair])
                 result = f32_at(values)
                 for k in range(count):

@@ -1,9 +1,9 @@
-"""Computes the gated experts of one layer for many tokens each, where they lie in the slab.
+"""Computes the experts of one layer for many tokens each, where they lie in the slab.
 
-A group is at most GROUP tokens of one expert. Their vectors are the columns of a panel. Gate and up rows turn it into
-the panel of the next product, scaled by the routing weight; down rows add to `out`. Each chunk multiplies a run of rows
-with all groups, so that weights are read from memory once. Encoded rows are decoded first, into memory that stays in
-the cache. The outputs of a token's experts are added in the order of `slots`.
+A group is at most GROUP tokens of one expert. Their vectors are the columns of a panel. Gate and up rows, or up rows
+alone, turn it into the panel of the next product, scaled by the routing weight. Down rows add to `out`. Each chunk
+multiplies a run of rows with all groups, so that weights are read from memory once. Encoded rows are decoded first,
+into memory that stays in the cache. The outputs of a token's experts are added in the order of `slots`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _make_fill_panel(bf16: bool) -> Code:
 
 
 def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
-    """Makes the chunk that multiplies some rows of gate and of up of one slot with all of its groups."""
+    """Makes the chunk that multiplies some rows of gate and of up, or of up alone, of one slot with all its groups."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     multiply, (_, lines) = address_of(tile_code), make_fill(bf16)
     _, scatter = make_scatter(bf16)
@@ -112,22 +112,25 @@ def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
         base = m.slab + i64_at(m.slots)[slot] * m.stride
         w, bias = base + row * line, base + m.bias + row * 4
         v, gates = w + m.width * line, m.gates + number * 2 * GATE_ROWS * LINE
-        ups, mine = gates + GATE_ROWS * LINE, -1
+        ups, mine, is_gated = gates + GATE_ROWS * LINE, -1, m.first_rows > m.width
         if m.unpack:
             mine, line = borrow(m.borrowed, m.threads), m.hidden * size
             decoded = m.decoded + mine * m.decoded_bytes
             call_pack(m.unpack, w, m.line, count, m.hidden, decoded)
-            call_pack(m.unpack, v, m.line, count, m.hidden, decoded + count * line)
+            if is_gated:
+                call_pack(m.unpack, v, m.line, count, m.hidden, decoded + count * line)
             w, v = decoded, decoded + count * line
         for number in range(i64_at(m.firsts)[slot], i64_at(m.firsts)[slot + 1]):
             group = i64_at(m.groups + 24 * number)
             panel, columns = m.panels + number * m.hidden * LINE, (group[2] + LANES - 1) // LANES * LANES
             call_rows(multiply(), w, line, count, v, panel, LINE, words, gates, LINE, columns, 1)
-            call_rows(multiply(), v, line, count, w, panel, LINE, words, ups, LINE, columns, 1)
+            if is_gated:
+                call_rows(multiply(), v, line, count, w, panel, LINE, words, ups, LINE, columns, 1)
             for k in range(count):
                 if m.bias:
                     shift(gates + k * LINE, f32_at(bias)[k], columns)
-                    shift(ups + k * LINE, f32_at(bias)[m.width + k], columns)
+                    if is_gated:
+                        shift(ups + k * LINE, f32_at(bias)[m.width + k], columns)
                 activate(m.activation, gates + k * LINE, ups + k * LINE, columns, np.float32(1), m.alpha, m.limit)
             scales = f32_at(m.weights + 4 * group[1])
             for k in range(count):
@@ -162,7 +165,7 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
             mine = borrow(m.borrowed, m.threads)
         for slot in range(m.count):
             base, line = m.slab + i64_at(m.slots)[slot] * m.stride, m.down_line
-            w = base + 2 * m.width * m.line + row * line
+            w = base + m.first_rows * m.line + row * line
             soon = w
             if slot + 1 < m.count:
                 soon += (i64_at(m.slots)[slot + 1] - i64_at(m.slots)[slot]) * m.stride
@@ -170,7 +173,7 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
                 decoded = m.decoded + mine * m.decoded_bytes
                 call_pack(m.unpack, w, line, count, m.width, decoded)
                 w, line = decoded, m.width * size
-            bias = f32_at(base + m.bias + (2 * m.width + row) * 4)
+            bias = f32_at(base + m.bias + (m.first_rows + row) * 4)
             for number in range(i64_at(m.firsts)[slot], i64_at(m.firsts)[slot + 1]):
                 group = i64_at(m.groups + 24 * number)
                 mid, columns = m.mid + number * m.width * LINE, (group[2] + LANES - 1) // LANES * LANES

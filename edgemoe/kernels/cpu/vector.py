@@ -35,7 +35,7 @@ _ONE, _TWO, _HALF, _ZERO = np.float32(1.0), np.float32(2.0), np.float32(0.5), np
 _LINEAR_FROM = np.float32(16)  # softplus(x) is x in float32
 _THIRD, _FIFTH, _SEVENTH, _LN2 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7), np.float32(np.log(2))
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 
 
 @jit
@@ -100,14 +100,28 @@ def clamped_swiglu(gate: int, up: int, count: int, scale: float, alpha: float, l
 
 
 @jit
+def relu2(up: int, count: int, scale: float) -> None:
+    """Computes up = scale * relu(up)^2, for `count` float32."""
+    u = f32_at(up)
+    for k in range(count):
+        open_part = max(u[k], _ZERO)
+        u[k] = np.float32(scale) * open_part * open_part
+
+
+@jit
 def activate(kind: int, gate: int, up: int, count: int, scale: float, alpha: float, limit: float) -> None:
-    """Computes gate = scale * activation(gate, up) in place; `kind` is the activation's place in ACTIVATIONS."""
+    """Computes gate = scale * activation(gate, up) in place; `kind` is the activation's place in ACTIVATIONS.
+
+    An activation without a gate reads and writes the up vector at `gate`, and does not read `up`.
+    """
     if kind == 0:
         swiglu(gate, up, count, scale)
     elif kind == 1:
         gelu_tanh(gate, up, count, scale)
-    else:
+    elif kind == 2:
         clamped_swiglu(gate, up, count, scale, alpha, limit)
+    else:
+        relu2(gate, count, scale)
 
 
 @jit

@@ -18,18 +18,21 @@ from edgemoe.types.experts import ExpertGeometry
 BLOCK_COLS = 32  # outputs of one program
 INNER_BYTES = 64  # codes of a row in one step of a program's sum
 PLAIN_INNER_BYTES = 256  # the same of numbers; twice as many float32 outgrow a block's shared memory
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu2": 3}
+DOWN_CONSTANTS = ("hidden", "width", "first_rows", "stride", "line", "down_line", "bias", "KIND")
 OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
 
 @jit
 def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Applies the activation to gate and up."""
+    """Applies the activation to gate and up; one without a gate is applied to `gate` alone."""
     if ACTIVATION == 0:
         return gate * tl.sigmoid(gate) * up
     if ACTIVATION == 1:
         return gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
+    if ACTIVATION == 3:
+        gate = tl.maximum(gate, 0.0)
+        return gate * gate
     gate = tl.minimum(gate, limit)
     return gate * tl.sigmoid(alpha * gate) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
 
@@ -37,13 +40,14 @@ def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl
 @jit
 def gate_up(  # type: ignore[no-untyped-def]
     x,  # [T, H]
-    slab,  # bytes: a slot every `stride`: gate [I] and up [I] in rows of `line` bytes, down [H] in rows of `down_line`
+    slab,  # bytes: a slot every `stride`: gate [I], if any, and up [I] in rows of `line` bytes, down [H] of `down_line`
     mid,  # [m, I] out
     blocks,  # [B, 3] int32: slot, first call, last call + 1
     calls,  # [m] int32: token * k + j
     k: tl.constexpr,
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,  # of gate and up together, or of up alone
     stride: tl.constexpr,
     line: tl.constexpr,
     bias: tl.constexpr,  # bytes from a slot's start to its biases; 0: there are none
@@ -75,11 +79,13 @@ def gate_up(  # type: ignore[no-untyped-def]
         if KIND == 1 or KIND == 2:
             high = tl.load(from_x + 4, mask=inside, other=0.0)
         gate = dots(slot + cols * line, at, wanted, low, high, gate, hidden, KIND)
-        up = dots(slot + (cols + width) * line, at, wanted, low, high, up, hidden, KIND)
+        if first_rows > width:
+            up = dots(slot + (cols + width) * line, at, wanted, low, high, up, hidden, KIND)
     if bias > 0:
         biases = (slot + bias).to(tl.pointer_type(tl.float32))
         gate += tl.load(biases + cols, mask=cols < width, other=0.0)[None, :]
-        up += tl.load(biases + width + cols, mask=cols < width, other=0.0)[None, :]
+        if first_rows > width:
+            up += tl.load(biases + width + cols, mask=cols < width, other=0.0)[None, :]
     out = activated(gate, up, ACTIVATION, alpha, limit).to(mid.dtype.element_ty)
     at = mid + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(at, out, mask=live[:, None] & (cols < width)[None, :])
@@ -95,6 +101,7 @@ def down(  # type: ignore[no-untyped-def]
     calls,
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,  # of gate and up together, or of up alone
     stride: tl.constexpr,
     line: tl.constexpr,
     down_line: tl.constexpr,
@@ -121,10 +128,10 @@ def down(  # type: ignore[no-untyped-def]
         high = low
         if KIND == 1 or KIND == 2:
             high = tl.load(from_mid + 4, mask=inside, other=0.0)
-        matrix = slot + 2 * width * line + cols * down_line
+        matrix = slot + first_rows * line + cols * down_line
         total = dots(matrix, at, wanted, low, high, total, width, KIND)
     if bias > 0:
-        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + first_rows
         total += tl.load(biases + cols, mask=cols < hidden, other=0.0)[None, :]
     share = tl.load(shares + rows, mask=live, other=0.0)
     call = tl.load(calls + rows, mask=live, other=0).to(tl.int64)
@@ -147,10 +154,11 @@ def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[s
         "k": geometry.top_k,
         "hidden": geometry.hidden,
         "width": width,
+        "first_rows": geometry.first_rows,
         "stride": stride_bytes,
         "line": line,
         "down_line": down_line,
-        "bias": 2 * width * line + geometry.hidden * down_line if geometry.biases else 0,
+        "bias": geometry.first_rows * line + geometry.hidden * down_line if geometry.biases else 0,
         "alpha": activation.alpha,
         "limit": activation.limit,
         "KIND": KINDS[encoding.name],
@@ -174,5 +182,5 @@ def experts(
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)
     grid = (triton.cdiv(hidden, BLOCK_COLS), len(blocks))
-    ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
+    ours = {name: sizes[name] for name in DOWN_CONSTANTS}
     down[grid](mid, slab, out, shares, blocks, calls, **ours, **shape, **OPTIONS)

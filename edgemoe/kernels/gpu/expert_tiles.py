@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.expert_blocks import OPTIONS, activated
+from edgemoe.kernels.gpu.expert_blocks import DOWN_CONSTANTS, OPTIONS, activated
 from edgemoe.kernels.gpu.experts_decode import COMPILED, number
 from edgemoe.kernels.gpu.weights import jit
 from edgemoe.types.experts import ExpertGeometry
@@ -314,6 +314,7 @@ def tile_gate_up(  # type: ignore[no-untyped-def]
     k: tl.constexpr,
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,
     stride: tl.constexpr,
     line: tl.constexpr,
     bias: tl.constexpr,
@@ -333,18 +334,24 @@ def tile_gate_up(  # type: ignore[no-untyped-def]
     rows = first + tl.arange(0, ROWS)
     live = rows < end
     tokens = tl.load(calls + rows, mask=live, other=0).to(tl.int64) // k
-    outs = tl.program_id(0) * (COLS // 2) + tl.arange(0, COLS) // 2  # a gate, its up, the next gate
+    each: tl.constexpr = first_rows // width  # 2: a gate, its up, the next gate; 1: ups alone
+    outs = tl.program_id(0) * (COLS // each) + tl.arange(0, COLS) // each
     out_columns = column_of(tl.minimum(outs, width - 1), width, KIND)
     both = multiplied(
-        x + tokens * hidden, live, slot + (out_columns + tl.arange(0, COLS) % 2 * width) * line,
+        x + tokens * hidden, live, slot + (out_columns + tl.arange(0, COLS) % each * width) * line,
         hidden, line, KIND, ROWS, COLS, INNER,
     )  # fmt: skip
-    gate, up = tl.split(tl.reshape(both, (ROWS, COLS // 2, 2)))
-    cols = tl.program_id(0) * (COLS // 2) + tl.arange(0, COLS // 2)
+    if each == 2:
+        gate, up = tl.split(tl.reshape(both, (ROWS, COLS // 2, 2)))
+    else:
+        gate = both
+        up = both
+    cols = tl.program_id(0) * (COLS // each) + tl.arange(0, COLS // each)
     if bias > 0:
         biases = (slot + bias).to(tl.pointer_type(tl.float32)) + column_of(tl.minimum(cols, width - 1), width, KIND)
         gate += tl.load(biases)[None, :]
-        up += tl.load(biases + width)[None, :]
+        if each == 2:
+            up += tl.load(biases + width)[None, :]
     out = activated(gate, up, ACTIVATION, alpha, limit).to(mid.dtype.element_ty)
     at = mid + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(at, out, mask=live[:, None] & (cols < width)[None, :])
@@ -360,6 +367,7 @@ def tile_down(  # type: ignore[no-untyped-def]
     calls,
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,
     stride: tl.constexpr,
     line: tl.constexpr,
     down_line: tl.constexpr,
@@ -378,11 +386,11 @@ def tile_down(  # type: ignore[no-untyped-def]
     live = rows < end
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = multiplied(
-        mid + rows.to(tl.int64) * width, live, slot + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line,
+        mid + rows.to(tl.int64) * width, live, slot + first_rows * line + tl.minimum(cols, hidden - 1) * down_line,
         width, down_line, KIND, ROWS, COLS, INNER,
     )  # fmt: skip
     if bias > 0:
-        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + first_rows
         total += tl.load(biases + cols, mask=cols < hidden, other=0.0)[None, :]
     share = tl.load(shares + rows, mask=live, other=0.0)
     call = tl.load(calls + rows, mask=live, other=0).to(tl.int64)
@@ -419,8 +427,8 @@ def experts_in_tiles(
         x = ordered
     mid = torch.empty((len(calls), width), dtype=x.dtype, device=x.device)
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
-    grid = (triton.cdiv(2 * width, shape["COLS"]), len(blocks))
+    grid = (triton.cdiv(sizes["first_rows"], shape["COLS"]), len(blocks))
     tile_gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)
-    ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
+    ours = {name: sizes[name] for name in DOWN_CONSTANTS}
     grid = (triton.cdiv(hidden, shape["COLS"]), len(blocks))
     tile_down[grid](mid, slab, out, shares, blocks, calls, **ours, **shape, **OPTIONS)

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.expert_blocks import activated
+from edgemoe.kernels.gpu.expert_blocks import DOWN_CONSTANTS, activated
 from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
 
@@ -220,6 +220,7 @@ def call_gate_up(  # type: ignore[no-untyped-def]
     k: tl.constexpr,
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,
     line: tl.constexpr,
     bias: tl.constexpr,
     alpha: tl.constexpr,
@@ -234,25 +235,31 @@ def call_gate_up(  # type: ignore[no-untyped-def]
     await_inputs(EARLY)  # the ids may be new
     call = tl.program_id(0)
     expert = expert_at(slab, places, ids, call)
-    r = tl.arange(0, 2 * ROWS)
-    outs = tl.program_id(1) * ROWS + r // 2  # a gate, its up, the next gate
+    each: tl.constexpr = first_rows // width  # 2: a gate, its up, the next gate; 1: ups alone
+    r = tl.arange(0, each * ROWS)
+    outs = tl.program_id(1) * ROWS + r // each
     both = row_sums(
-        expert + (tl.minimum(outs, width - 1) + r % 2 * width) * line,
+        expert + (tl.minimum(outs, width - 1) + r % each * width) * line,
         x + call // k * hidden,
         hidden,
         line,
         KIND,
-        2 * ROWS,
+        each * ROWS,
         KW,
         LOOPS,
         False,
     )
-    gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
+    if each == 2:
+        gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
+    else:
+        gate = both
+        up = both
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if bias > 0:
         biases = (expert + bias).to(tl.pointer_type(tl.float32)) + cols
         gate += tl.load(biases, mask=cols < width, other=0.0)
-        up += tl.load(biases + width, mask=cols < width, other=0.0)
+        if each == 2:
+            up += tl.load(biases + width, mask=cols < width, other=0.0)
     out = activated(gate, up, ACTIVATION, alpha, limit)
     tl.store(mid + call * width + plane_of(cols, width, KIND), out, mask=cols < width)
 
@@ -267,6 +274,7 @@ def call_down(  # type: ignore[no-untyped-def]
     out,  # float32 [T * k, H]
     hidden: tl.constexpr,
     width: tl.constexpr,
+    first_rows: tl.constexpr,
     line: tl.constexpr,
     down_line: tl.constexpr,
     bias: tl.constexpr,
@@ -279,10 +287,10 @@ def call_down(  # type: ignore[no-untyped-def]
     call = tl.program_id(0)  # whose id is older than the kernel before
     expert = expert_at(slab, places, ids, call)
     cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    rows = expert + 2 * width * line + tl.minimum(cols, hidden - 1) * down_line
+    rows = expert + first_rows * line + tl.minimum(cols, hidden - 1) * down_line
     total = row_sums(rows, mid + call * width, width, down_line, KIND, ROWS, KW, LOOPS, EARLY)
     if bias > 0:
-        biases = (expert + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        biases = (expert + bias).to(tl.pointer_type(tl.float32)) + first_rows
         total += tl.load(biases + cols, mask=cols < hidden, other=0.0)
     tl.store(out + call * hidden + cols, total * tl.load(shares + call), mask=cols < hidden)
 
@@ -362,7 +370,7 @@ def experts_decode(planes: Any, slab: Any, places: Any, ids: Any, shares: Any, s
         num_warps=1,
         **early,
     )
-    ours = {name: sizes[name] for name in ("hidden", "width", "line", "down_line", "bias", "KIND")}
+    ours = {name: sizes[name] for name in DOWN_CONSTANTS if name != "stride"}
     grid = (calls, triton.cdiv(hidden, OUTPUTS))
     launch(
         call_down,
