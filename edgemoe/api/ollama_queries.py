@@ -18,7 +18,7 @@ from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import read
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import commonest_first
 from edgemoe.types.principal import Principal
 

@@ -21,7 +21,7 @@ from edgemoe.api.model_wish import NO_WISH, read_wish
 from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
 from edgemoe.errors import InvalidRequest, ModelNotFound
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.principal import Principal
 
 R = TypeVar("R", Tokenize, Detokenize, anthropic.MessagesBody)

@@ -22,7 +22,7 @@ from edgemoe.api.text.bounded_text import BoundedText
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.helper.turns import TaskTurns
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import ModelInfo, loading_text
 from edgemoe.types.principal import Principal
 

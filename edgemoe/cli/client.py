@@ -18,7 +18,7 @@ import httpx
 
 from edgemoe.config.loading import load
 from edgemoe.errors import EdgemoeError, ServiceError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import loading_text
 
 SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
@@ -41,7 +41,7 @@ class Client:
     def __init__(self, path: Path) -> None:
         self._socket = path
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(path)),
+            transport=httpx.HTTPTransport(uds=str(path), verify=False),  # no TLS there, and authorities take 26 ms
             base_url="http://edgemoe",
             timeout=httpx.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
         )

@@ -16,7 +16,7 @@ from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.command_settings import read_settings
 from edgemoe.cli.output import console
 from edgemoe.errors import ConfigError, ServiceError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 COLOURS = {"this box": "green", "here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}
 COST = (

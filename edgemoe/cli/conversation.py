@@ -15,7 +15,7 @@ from pathlib import Path
 from edgemoe.cli.client import Client, socket_of, wait_for_engine
 from edgemoe.durable import create_file, make_folder, owner_above, replace_file
 from edgemoe.errors import ConfigError, EdgemoeError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")  # "/usr/bin ..." is none, and goes to the model
 HISTORY_LINES = 1000

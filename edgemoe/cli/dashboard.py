@@ -90,7 +90,9 @@ class DashboardProxy:
         self._path, self._token = path, f"Bearer {token}"
         self._hosts = (f"{LOOPBACK}:{port}", f"localhost:{port}")
         self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://edgemoe", timeout=SILENCE_S
+            transport=httpx.AsyncHTTPTransport(uds=str(path), verify=False),
+            base_url="http://edgemoe",
+            timeout=SILENCE_S,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

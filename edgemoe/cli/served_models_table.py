@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgemoe.config.sizes import format_size
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import loading_text
 
 COLOURS = {"ready": "green", "failed": "red", "unloaded": "dim"}

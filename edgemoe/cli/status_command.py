@@ -23,7 +23,7 @@ from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import ServiceError
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import encodings_text, loading_text
 
 COLOURS = {"here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}

@@ -35,7 +35,7 @@ from edgemoe.front.model_host import NEVER_S, ModelHost, PoolDoors
 from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import loading_text
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from edgemoe.store.packer import AS_IT_IS, IDENTITY, Progress, finish, no_progre
 from edgemoe.store.pieces import ByteRun, TensorCopy
 from edgemoe.store.sources import check_method, quantisation
 from edgemoe.store.writer import check_scales, intact, write_file
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 
 class PackingState(NamedTuple):

@@ -20,7 +20,7 @@ import xxhash
 
 from edgemoe import demo
 from edgemoe.errors import CheckpointError, ShardCutShort
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 64 << 20

@@ -23,9 +23,9 @@ from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.files import PageFile, checksum, file_bytes, header_bytes, lock_store, range_checksum
-from edgemoe.types.arrays import Json
 from edgemoe.types.encoding import BFLOAT16, ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
+from edgemoe.types.json_object import Json
 
 VERSION = 2
 READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same

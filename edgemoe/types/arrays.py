@@ -1,8 +1,6 @@
-"""Array and record types, and JSON."""
+"""Array and record types."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +8,6 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-Json = dict[str, Any]
 
 
 def fields(*names: str) -> np.dtype[np.void]:

@@ -32,7 +32,7 @@ PATH = "/v1/messages"
 
 
 def anthropic_client(settings: Settings) -> anthropic.AsyncAnthropic:
-    transport = httpx2.AsyncHTTPTransport(uds=settings.api.socket)
+    transport = httpx2.AsyncHTTPTransport(uds=settings.api.socket, verify=False)
     http_client = httpx2.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=120.0)
     return anthropic.AsyncAnthropic(base_url="http://edgemoe", api_key="none", max_retries=0, http_client=http_client)
 

@@ -38,7 +38,10 @@ async def test_without_keys_the_port_serves_programs_of_this_machine_and_no_web_
     monkeypatch.setattr(RequestContext, "check_model", noting)
     (port,) = free_ports(1)
     settings = settings_with(tmp_path, port, ollama_keyless=True, cors_origins=("app://notes",))
-    async with running(settings), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    async with (
+        running(settings),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as http,
+    ):
         assert (await http.get("/")).text == "Ollama is running"
         assert (await http.head("/")).status_code == 200
         assert (await http.post("/api/chat", json=CHAT)).json()["message"]["content"] == "hello"
@@ -61,7 +64,10 @@ async def test_with_keys_the_port_asks_for_one_in_ollamas_form(tmp_path: Path) -
     (port,) = free_ports(1)
     key = new_key(tmp_path / "keys", "laptop")
     settings = settings_with(tmp_path, port, api_key_file=str(tmp_path / "keys"))
-    async with running(settings), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    async with (
+        running(settings),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, verify=False) as http,
+    ):
         assert (await http.get("/")).text == "Ollama is running"
         for headers in ({}, {"authorization": "Bearer wrong"}):
             answer = await http.post("/api/chat", json=CHAT, headers=headers)

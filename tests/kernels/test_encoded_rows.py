@@ -10,6 +10,7 @@ from support.kept import KERNELS
 
 from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
 from edgemoe.encodings.rows import order
+from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.object_cache import Code, link
 from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
@@ -18,7 +19,7 @@ from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
 
 ROWS, TOKENS = 5, 7
-KEPT = KERNELS.with_name("rows")  # apart from the engines' cache, which these many kernels would overflow
+ROW_KERNELS = KERNELS.with_name("rows")  # apart from the engines' cache, which these many kernels would overflow
 COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
 BY_NAME = {"ids": lambda each: each.name}
 each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
@@ -29,8 +30,9 @@ each_whole = pytest.mark.parametrize("encoding", [INT8, INT4, MXFP4], **BY_NAME)
 @cache
 def _linked(make: object, *arguments: object) -> Code:
     code: Code = make(*arguments)  # type: ignore[operator]
-    names = ".".join(str(getattr(each, "name", each)) for each in arguments)
-    link((code,), KEPT, f"test.{names}")
+    names = [str(getattr(each, "name", each)) for each in arguments]
+    # A folder keeps 48 kernels: with fewer in each, no run deletes kernels of the next one.
+    link((code,), ROW_KERNELS / f"{TARGET.name}-{names[0]}", f"test.{'.'.join(names)}")
     return code
 
 

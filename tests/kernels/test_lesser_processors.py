@@ -14,7 +14,7 @@ from edgemoe.jit.env import PROCESSOR
 
 TESTS = Path(__file__).parents[1]
 SAMPLES = {
-    "haswell": "avx2 or rounding or equal_numpy or format",
+    "haswell": "avx2 and (int4 or fp8) or rounding or equal_numpy and mxfp4 or format",
     "skylake-avx512": "avx2 and int4 or rounding",
 }
 for_x86 = pytest.mark.skipif(named("haswell").machine != host().machine, reason="for x86-64")

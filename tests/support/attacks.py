@@ -39,7 +39,7 @@ async def client(settings: Settings, key: str) -> AsyncIterator[httpx.AsyncClien
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(
-        base_url=f"http://{settings.api.tcp}", timeout=300.0, headers=headers, limits=limits
+        base_url=f"http://{settings.api.tcp}", timeout=300.0, headers=headers, limits=limits, verify=False
     ) as one:
         yield one
 

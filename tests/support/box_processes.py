@@ -37,7 +37,7 @@ class Box:
         self.config.write_text(toml(sections))
         self.process: subprocess.Popen[bytes] | None = None
         self.http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(self.socket)), base_url="http://box", timeout=60.0
+            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), verify=False), base_url="http://box", timeout=60.0
         )
 
     def start(self, *words: str) -> None:

@@ -99,7 +99,7 @@ def _knows_no_fsync(binary: str) -> bool:
 def is_healthy(client: str, tls: Certificates | None = None) -> bool:
     try:
         return bool(
-            httpx.get(f"{client}/health", timeout=1, verify=tls.context() if tls else True).json().get("health")
+            httpx.get(f"{client}/health", timeout=1, verify=tls.context() if tls else False).json().get("health")
             == "true"
         )
     except httpx.HTTPError:

@@ -11,6 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 WITHIN_S = 30.0  # generous: only a failure costs it
 POLL_S = 2e-3
+REST = 3.0  # times as long as a question takes, until it is asked again: waiting leaves the processor to others
+LONGEST_REST_S = 0.1
 
 
 def wait_until(
@@ -31,11 +33,13 @@ async def until(condition: Callable[[], T | Awaitable[T]], within_s: float = WIT
     """Waits until `condition`, which may be async, is true, and returns its value."""
     end_s = time.monotonic() + within_s
     while True:
+        asked_s = time.monotonic()
         found = condition()
         if inspect.isawaitable(found):
             async with asyncio.timeout(max(end_s - time.monotonic(), POLL_S)):
                 found = await found
         if found:
             return found
-        assert time.monotonic() < end_s, f"it did not happen within {within_s:g} s"
-        await asyncio.sleep(POLL_S)
+        now_s = time.monotonic()
+        assert now_s < end_s, f"it did not happen within {within_s:g} s"
+        await asyncio.sleep(min(max(POLL_S, REST * (now_s - asked_s)), LONGEST_REST_S))

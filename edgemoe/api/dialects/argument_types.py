@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.api.dialects.growing_text import quoted
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 TEXT = frozenset({"string"})
 MAX_NESTED = 16  # references that are followed one after the other

@@ -21,7 +21,7 @@ from edgemoe.api.dialects.tool_calls import (
     ParameterForm,
     ToolCallForm,
 )
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 
 @dataclass(frozen=True, slots=True)

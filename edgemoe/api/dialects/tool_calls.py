@@ -30,7 +30,7 @@ from edgemoe.api.dialects.growing_text import (
     quoted,
     string,
 )
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 PieceKind = Literal["text", "reasoning", "call"]
 ToolCallEnd = Literal["", "complete", "cut", "broken"]

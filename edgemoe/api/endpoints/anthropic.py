@@ -19,7 +19,7 @@ from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAns
 from edgemoe.api.http.event_text import anthropic_error, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 BILLING = "x-anthropic-billing-header:"  # begins a system block of Claude Code's, which may change with each request
 FIELDS = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}

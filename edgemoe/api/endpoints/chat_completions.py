@@ -29,7 +29,7 @@ from edgemoe.api.schema import Chat, NamedTool, Tool, read_named, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.request import RequestLimits
 
 MANY_TOOL_CALLS = 128

@@ -23,7 +23,7 @@ from edgemoe.api.schema import Completion, read_named, stop_strings
 from edgemoe.api.text.infill import InfillMarks, infill_marks
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.request import RequestLimits
 
 DEFAULT_TOKENS = 16  # OpenAI's default

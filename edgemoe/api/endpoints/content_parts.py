@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 # kind of part -> the field that has its text
 TEXT_FIELDS = {

@@ -25,7 +25,7 @@ from edgemoe.api.http.event_text import event
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import QueueFull
 from edgemoe.policy.shares import fits
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.principal import Principal
 from edgemoe.types.snapshot import ServingSnapshot
 

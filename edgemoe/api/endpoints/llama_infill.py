@@ -11,7 +11,7 @@ from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAns
 from edgemoe.api.http.event_text import error_body, event
 from edgemoe.api.schema import Infill, read_named
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 STOP_TYPES = {"stop": "eos", "length": "limit"}
 

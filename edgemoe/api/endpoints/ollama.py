@@ -21,7 +21,7 @@ from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswe
 from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 OPTIONS = (  # that are fields of a Chat, by this server's or another's names; others have no effect
     "num_predict",

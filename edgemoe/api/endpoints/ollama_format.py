@@ -16,7 +16,7 @@ from edgemoe.api.generate.generation import ChoiceDelta, Generation
 from edgemoe.api.http.event_text import json_line, ollama_error
 from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 NS_PER_MS = 1_000_000
 

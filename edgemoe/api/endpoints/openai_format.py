@@ -11,7 +11,7 @@ from edgemoe.api.http.event_text import DONE, error_body, event
 from edgemoe.api.schema import StreamOptions
 from edgemoe.api.text.tokenizer import Detokenizer, Vocabulary
 from edgemoe.errors import RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.request import Emission
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot express

@@ -16,7 +16,7 @@ from edgemoe.api.endpoints.content_parts import text_of_field, text_of_parts, te
 from edgemoe.api.endpoints.response_tools import CUSTOM_INPUT, SEARCH, ToolOffer
 from edgemoe.api.schema import FieldNames
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 SEALED = "edgemoe:"  # begins an `encrypted_content` that this server has written: the reasoning in base64
 RUN_BY_CLIENT = ("local_shell_call", "shell_call", "apply_patch_call", "mcp_call")

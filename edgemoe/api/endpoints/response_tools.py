@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from edgemoe.api.schema import MAX_TOOLS
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 ToolCallItem = Literal["function_call", "custom_tool_call", "tool_search_call"]
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool

@@ -23,7 +23,7 @@ from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAns
 from edgemoe.api.http.event_text import error_body, event
 from edgemoe.api.schema import Chat, FieldNames, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 NEEDS_STORE = ("previous_response_id", "conversation", "prompt")
 FIELDS = {

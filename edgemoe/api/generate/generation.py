@@ -21,7 +21,7 @@ from edgemoe.api.metrics import GenerationClock, Metrics
 from edgemoe.api.schema import FieldNames, RequestBody
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull, RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.principal import Identity, Principal, cache_salt_of
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
 

@@ -17,7 +17,7 @@ from edgemoe.api.dialects.argument_types import TEXT, kinds, properties, require
 from edgemoe.api.dialects.dialect import ChannelMarks, Dialect
 from edgemoe.api.dialects.tool_calls import BracedForm, NamedForm, ObjectForm, ParameterForm
 from edgemoe.api.schema import Tool
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 COMPACT: Json = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 AS_IN_TEMPLATES: Json = {

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.errors import RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 DONE = b"data: [DONE]\n\n"
 # line ends to clients that split a stream as Python splits a text; JSON may hold them within strings only

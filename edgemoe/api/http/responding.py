@@ -22,7 +22,7 @@ from edgemoe.api.generate.generation import (
 from edgemoe.api.http.client_answer import ClientAnswer, ClientGone
 from edgemoe.api.http.event_text import anthropic_error, error_body, ollama_error
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from edgemoe.helper.child_process import (
     bound_memory,
     serve,
 )
-from edgemoe.types.arrays import Json
 from edgemoe.types.bounds import Count
+from edgemoe.types.json_object import Json
 
 MODULE = "edgemoe.api.text.bounded_text"
 LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too

@@ -27,7 +27,7 @@ import msgspec
 from edgemoe.api.dialects.dialect import HistoryForm
 from edgemoe.api.schema import ChatMessage, ContentPart, PastToolCall, Tool
 from edgemoe.errors import CheckpointError, InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 AS_OPENAI = HistoryForm()
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # the system's words within a message of another role

@@ -23,7 +23,7 @@ from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import CheckpointError, InvalidRequest
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from edgemoe.store import catalog
 from edgemoe.store.catalog import check_path_exists, first_missing_part, resolve
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.telemetry import metrics as names
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import loading_text
 

@@ -34,7 +34,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.metrics import select
-from edgemoe.types.arrays import Json
+from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.worker.assemble import kernel_dir, needs_of
