@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import njit
 
 from edgemoe.replay.trace import ReplayCounts
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 
 
@@ -60,6 +60,11 @@ class ByteBelady:
             self._held, self._sizes, self._pinned, self._clock, keys, rank.ravel(), self.capacity_bytes, self._used
         )
         self._missed_bytes += missed_bytes
+
+    @property
+    def resident(self) -> BoolArray:
+        """Returns which experts are kept, or a part of them, [L, E]."""
+        return (self._held > 0).reshape(-1, self._experts)
 
     @property
     def counts(self) -> ReplayCounts:

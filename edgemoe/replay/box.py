@@ -30,7 +30,7 @@ from edgemoe.replay.simulated import (
     TimedArrivals,
 )
 from edgemoe.replay.trace import ReplayCounts
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.step import StepMeta, StepRouting
@@ -66,6 +66,7 @@ class ReplayBox:
     ) -> None:
         """Raises ConfigError for a capacity that does not hold one expert of each size."""
         self.geometry, self._machine, self.world = geometry, machine, SimulatedClock()
+        self.capacity_bytes = capacity_bytes
         layout, ram = _layouts(geometry, capacity_bytes, machine.ram_share)
         shape = geometry.layers, geometry.experts
         pools = [SlotPool(Tier.RAM, *shape, ram, policy), SlotPool(Tier.VRAM, *shape, layout, policy)]
@@ -119,6 +120,11 @@ class ReplayBox:
     def rest(self) -> None:
         """Lets the time between two steps pass."""
         self.world.pass_s(self._machine.between_s)
+
+    @property
+    def resident(self) -> BoolArray:
+        """Returns which experts are in VRAM, [L, E]."""
+        return self.residency.resident_mask(Tier.VRAM)
 
     @property
     def counts(self) -> ReplayCounts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgemoe.durable import replace_file
 from edgemoe.errors import ConfigError
-from edgemoe.replay import parsing
+from edgemoe.replay import parsing, scoreboard_command
 
 if TYPE_CHECKING:
     from edgemoe.replay.box import BoxSpec
@@ -27,6 +27,7 @@ _EPILOG = """\
 Examples:
   edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,belady,two-tier,learned --score-from 0.5
   edgemoe replay /var/lib/edgemoe/recordings --capacity 0.1,0.25,0.5,0.75 --plot stall.png
+  edgemoe replay scoreboard --help
 Several files are taken in turn, a request of each. miss_ratio and gap_closed are those of one tier that loads on
 demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch, prefetch.
 """
@@ -34,6 +35,8 @@ demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Raises ConfigError and StoreError where the files cannot be replayed."""
+    if argv[:1] == ["scoreboard"]:
+        return scoreboard_command.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="edgemoe replay",
         description="Replay routing traces through cache policies, against Belady's optimum.",
@@ -59,7 +62,7 @@ def show(rows: Sequence[Row], trace: Trace, options: argparse.Namespace) -> None
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to a parser."""
     parser.add_argument(
-        "files", metavar="FILE", type=Path, nargs="+", help="*.ids.csv.gz, *.routes, or a folder of them"
+        "files", metavar="FILE", type=Path, nargs="+", help="traces, or a folder of *.ids.csv.gz and *.routes"
     )
     parser.add_argument(
         "--capacity", type=parsing.shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgemoe.policy.cache_ranks import EWMA, LRU
+from edgemoe.policy.cache_ranks import EWMA
 from edgemoe.replay.bound import Belady
+from edgemoe.replay.named_policies import NAMED
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
@@ -22,8 +23,12 @@ def learned(hysteresis: float) -> PolicyMaker:
     return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, hysteresis=hysteresis)
 
 
+def _of_shape(policy: Callable[[int, int], CachePolicy]) -> PolicyMaker:
+    return lambda trace, batch: policy(trace.layers, trace.experts)
+
+
 MAKERS: dict[str, PolicyMaker] = {
-    "lru": lambda trace, batch: LRU(trace.layers, trace.experts),
+    **{name: _of_shape(policy) for name, policy in NAMED.items()},
     "two-tier": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),  # without ScoutGate and prefetch
     "learned": lambda trace, batch: learned(0.1)(trace, batch),
     "belady": lambda trace, batch: Belady(trace.layers, trace.experts, *next_uses(trace, batch)),

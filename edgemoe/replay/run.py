@@ -49,7 +49,10 @@ class ReplayedStep(NamedTuple):
 
 
 class Replay:
-    """Drives one policy, and the boxes and bounds that go by its ranks, through steps."""
+    """Drives one policy, and the boxes and bounds that go by its ranks, through steps.
+
+    A policy with `observe_residents` learns before each layer which experts the first bound or box holds.
+    """
 
     def __init__(self, policy: CachePolicy, geometry: ExpertGeometry) -> None:
         self.policy: Any = policy
@@ -59,6 +62,7 @@ class Replay:
         self._geometry = geometry
         self._begin, self._end = getattr(policy, "begin", None), getattr(policy, "end", None)
         self._route, self._prefilled = getattr(policy, "route", None), getattr(policy, "add_prompts", None)
+        self._observe = getattr(policy, "observe_residents", None)
 
     def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool, plans: bool = True) -> ReplayBox:
         """Returns a new box; one that prefetches does so by hints, and by the policy's plans if it makes `plans`."""
@@ -97,6 +101,9 @@ class Replay:
         """Reports the routing of decoding tokens [S, k] to the policy and the bounds. Counts the distinct experts."""
         experts = chosen(routed) if len(routed) else np.empty(0, np.int64)
         if len(experts):
+            if self._observe:
+                cache = (self.bounds or self.boxes)[0]
+                self._observe(cache.resident, cache.capacity_bytes * self._geometry.count // self._geometry.all_bytes)
             if self._route:
                 self._route(routed)
             self.policy.touch(layer, experts)
@@ -125,7 +132,10 @@ def replay(
         raise ConfigError(f"there is no policy {name!r} to replay; there are {', '.join(makers)}")
     geometry = machine.geometry(trace.layers, trace.experts, trace.top_k)
     capacities = [each * geometry.all_bytes // geometry.count for each in slots]
-    return _scored(trace, makers[name](trace, batch), capacities, (batch, score_from), machine, name == "belady")
+    policy, scoring, bound = makers[name](trace, batch), (batch, score_from), name == "belady"
+    if not hasattr(policy, "observe_residents"):
+        return _scored(trace, policy, capacities, scoring, machine, bound)
+    return [_scored(trace, makers[name](trace, batch), [each], scoring, machine, bound)[0] for each in capacities]
 
 
 def _scored(

@@ -1,7 +1,8 @@
 """Routing traces: which experts each token of each request chose, and the steps in which a batch ran them.
 
 Tables `*.ids.csv[.gz]` have columns seq (or req), pos and ids: layers separated by "|", experts by spaces. Of the
-daemon's recordings (`*.routes`, or a folder of them) the decoded tokens are read.
+daemon's recordings (`*.routes`, or a folder of them) the decoded tokens are read. `foreign_traces` reads other
+programs' traces.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import ConfigError, StoreError
+from edgemoe.replay import foreign_traces as foreign
 from edgemoe.telemetry.routing_recording import SUFFIX, read_recording, recordings_in
 from edgemoe.types.arrays import IntArray
 
@@ -129,8 +131,8 @@ def _read(path: Path) -> list[list[Ids]]:
             tables = sorted([*path.glob("*.ids.csv"), *path.glob("*.ids.csv.gz")])
             if not recordings and not tables:
                 raise ConfigError(f"{path} holds neither recordings (*{SUFFIX}) nor tables (*.ids.csv.gz)")
-            return ([_recorded(recordings)] if recordings else []) + [_table(table) for table in tables]
-        return [_recorded([path])] if path.suffix == SUFFIX else [_table(path)]
+            return ([_recorded(recordings)] if recordings else []) + [_parsed(table) for table in tables]
+        return [_recorded([path])] if path.suffix == SUFFIX else [_parsed(path)]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -156,12 +158,25 @@ def _recorded(paths: Sequence[Path]) -> list[Ids]:
     return [np.stack(ids) for ids in tokens.values()]
 
 
-def _table(path: Path) -> list[Ids]:
+def _parsed(path: Path) -> list[Ids]:
+    """Returns the requests of a table, or of a trace of another program, which its name or its beginning tells."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return parse_table(raw.decode("ascii"))
-    except (ValueError, OverflowError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} is no routing table (seq or req, pos, ids): {error}") from error
+        raw = path.read_bytes()
+        name = path.name
+        if name.endswith(".gz"):
+            raw, name = gzip.decompress(raw), name.removesuffix(".gz")
+        if name.endswith(".npy"):
+            return [foreign.read_npy(raw)]
+        text = raw.decode("ascii")
+        if name.endswith((".json", ".jsonl")):
+            return foreign.parse_vllm(text)
+        if text.startswith(foreign.BIGMOE):
+            return foreign.parse_bigmoe(text)
+        return foreign.parse_colibri(text) if text[:1].isdigit() else parse_table(text)
+    except (ValueError, OverflowError, EOFError, RecursionError, zlib.error) as error:
+        raise ConfigError(
+            f"{path} is no routing table (seq or req, pos, ids), nor another known trace: {error}"
+        ) from error
 
 
 def parse_table(text: str) -> list[Ids]:

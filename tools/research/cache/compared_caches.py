@@ -3,38 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from edgemoe.policy.cache_ranks import EWMA, LRU
+from edgemoe.policy.cache_ranks import EWMA
 from edgemoe.policy.movement import Watermark
 from edgemoe.types.arrays import FloatArray, IntArray
-
-
-class CountingPolicy(LRU):
-    """Counts how often each expert was used, besides when."""
-
-    def __init__(self, layers: int, experts: int) -> None:
-        super().__init__(layers, experts)
-        self.count: npt.NDArray[np.int64] = np.zeros((layers, experts), dtype=np.int64)  # [L, E]
-
-    def touch(self, layer: int, experts: IntArray) -> None:
-        super().touch(layer, experts)
-        self.count[layer, experts] += 1
-
-
-class LFU(CountingPolicy):
-    """Ranks experts by how often they were used since the start, then by their last use."""
-
-    def rank(self, layer: int) -> FloatArray:
-        recency = 1.0 / (1.0 + self.age())  # below 1: decides between equal counts only
-        return (self.count + recency).astype(np.float32)
-
-
-class LFRU(CountingPolicy):
-    """Ranks experts by frequency over age."""
-
-    def rank(self, layer: int) -> FloatArray:
-        return (self.count / (1.0 + self.age())).astype(np.float32)
 
 
 class RandomPolicy:

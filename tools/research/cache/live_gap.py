@@ -38,6 +38,7 @@ from edgemoe.experts.transfer.link_prefetch import IdleWindow
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.bound import Belady, ByteBelady
 from edgemoe.replay.box import BoxSpec
+from edgemoe.replay.named_policies import LFRU, LFU
 from edgemoe.replay.replay_policies import next_uses
 from edgemoe.replay.run import Replay, ReplayedStep
 from edgemoe.replay.trace import Trace
@@ -48,7 +49,6 @@ from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepRouting
 from tools.bench.stall import CONTENDERS, SEED, Model, Runner, learn, open_model
 from tools.bench.stats import interval
-from tools.research.cache.compared_caches import LFRU, LFU
 
 NAMES = ("lru", "learned", "learned + prefetch")
 GB = 1e9

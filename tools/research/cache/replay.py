@@ -20,12 +20,10 @@ from edgemoe.replay.replay_policies import MAKERS as SERVED
 from edgemoe.replay.replay_policies import PolicyMaker
 from edgemoe.replay.trace import Trace
 from tools.research.cache import libcachesim
-from tools.research.cache.compared_caches import LFRU, LFU, CyclicEWMA, RandomPolicy
+from tools.research.cache.compared_caches import CyclicEWMA, RandomPolicy
 
 BASELINES = ("lru", "lfu", "lfru")
 MAKERS: dict[str, PolicyMaker] = {
-    "lfu": lambda trace, batch: LFU(trace.layers, trace.experts),
-    "lfru": lambda trace, batch: LFRU(trace.layers, trace.experts),
     "random": lambda trace, batch: RandomPolicy(trace.layers, trace.experts),
     "ewma": lambda trace, batch: CyclicEWMA(trace.layers, trace.experts, trace.top_k),
 }

@@ -12,28 +12,10 @@ from support.replay_kit import LAW, events_of, naive_misses, random_trace
 from edgemoe.errors import ConfigError
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.run import replay
-from tools.research.cache.compared_caches import LFRU, LFU, CyclicEWMA, RandomPolicy, ResidentWatermark
+from tools.research.cache.compared_caches import CyclicEWMA, RandomPolicy, ResidentWatermark
 from tools.research.cache.replay import MAKERS, main
 
 MACHINE = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
-
-
-def touch(policy: LFU | LFRU, *steps: tuple[int, list[int]]) -> None:
-    for layer, experts in steps:
-        policy.touch(layer, np.array(experts))
-
-
-def test_lfu_ranks_by_count_and_then_by_last_use() -> None:
-    policy = LFU(1, 4)
-    touch(policy, (0, [0, 1]), (0, [0]), (0, [2]))
-    rank = policy.rank(0)[0]
-    assert rank[0] > rank[2] > rank[1] > rank[3]
-
-
-def test_lfru_ranks_by_frequency_over_age() -> None:
-    policy = LFRU(1, 3)
-    touch(policy, *[(0, [0])] * 4, (0, [1]), (0, [2]))
-    assert policy.rank(0)[0].tolist() == pytest.approx([4 / 3, 1 / 2, 1.0])
 
 
 def test_random_is_the_same_for_the_same_seed() -> None:
