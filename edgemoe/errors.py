@@ -6,6 +6,7 @@ A message names the fault, its place, and the remedy.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -63,11 +64,13 @@ class CorruptExpert(StoreError):
 
 
 class MissingExpert(StoreError):
-    """An expert is in no tier, on no disk and at no peer."""
+    """An expert is in no tier, on no disk and at no peer that can be reached."""
 
-    def __init__(self, layer: int, expert: int, why: str) -> None:
-        super().__init__(f"expert {expert} of layer {layer} is nowhere to be had: {why}")
-        self.layer, self.expert = layer, expert
+    def __init__(self, layer: int, expert: int, why: str, *, away: Sequence[str] = ()) -> None:
+        """Takes the boxes that have it and are `away`; they may come back."""
+        held = f"; {' and '.join(away)} had it when last heard" if away else ""
+        super().__init__(f"expert {expert} of layer {layer} is nowhere to be had: {why}{held}")
+        self.layer, self.expert, self.away = layer, expert, tuple(away)
 
 
 class CapacityError(EdgemoeError):

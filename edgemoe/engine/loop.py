@@ -1,12 +1,14 @@
 """The step loop of the compute thread: queues requests, computes steps, and emits each step's tokens at once.
 
-A request that fails ends alone (see `steps`). A missing expert affects only requests whose tokens need it; they are
-retried one by one until `missing_expert_timeout_s`. Any other exception ends the loop, because the state is then in
-doubt. The front starts another engine and submits its requests again, with the tokens that they have.
+A request that fails ends alone (see `steps`). A missing expert affects only requests whose tokens need it. These
+are retried one by one, up to their deadline if a box that is away has the expert. Any other exception ends the loop,
+because the state is then in doubt. The front starts another engine and submits its requests again, with their tokens.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,12 +35,13 @@ from edgemoe.types.request import Emission, Request, RequestLimits
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler, GrammarMatcher
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
 LONGEST_WAIT_S = 3600.0  # longest sleep without checking the deadlines
 REPORT_SHARE = 0.125  # of a request's timeout, after which its progress is reported again
-RETRY_S = 0.05  # between attempts at a step while every request waits for an expert
+RETRY_S = (0.05, 0.5)  # between the first attempts at a step that lacks an expert, and after many
 
 
 class StepLoop:
@@ -56,7 +59,8 @@ class StepLoop:
     ) -> None:
         """Calls `emit` on the compute thread with the emissions of each step.
 
-        A request whose expert is missing is retried for `missing_expert_timeout_s`.
+        A request whose expert is missing is retried for `missing_expert_timeout_s`. Where a box that is away has the
+        expert, it is retried up to its deadline, if it has one.
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
@@ -143,7 +147,7 @@ class StepLoop:
 
     def _sleep(self) -> None:
         now_s, requests = self._clock(), self._requests.values()
-        ends = [now_s + RETRY_S if seq.missing_expert else seq.deadline_s for seq in requests]
+        ends = [min(seq.deadline_s, seq.retry_s if seq.missing_expert else math.inf) for seq in requests]
         timeout_s = min(LONGEST_WAIT_S, max(0.0, min(ends) - now_s)) if ends else None
         if not self._stopped:
             with suppress(Empty):
@@ -265,8 +269,12 @@ class StepLoop:
     # --- the step
 
     def _compute_step(self, works: list[ScheduledWork]) -> None:
-        """Computes one step; sequences whose expert was missing in the last one run alone, after the others."""
-        alone = [work for work in works if work.seq.missing_expert]
+        """Computes one step; sequences whose expert was missing in the last one run alone, after the others.
+
+        They pause between attempts, because each attempt computes the layers up to that expert.
+        """
+        now_s = self._clock()
+        alone = [work for work in works if work.seq.missing_expert and work.seq.retry_s <= now_s]
         if whole := [work for work in works if not work.seq.missing_expert]:
             self._run_works(whole)
         for work in alone:
@@ -314,11 +322,18 @@ class StepLoop:
 
     def _retry_or_fail(self, seq: Sequence, error: StoreError) -> None:
         """Keeps the request for a retry, or ends it where the expert is damaged or has been missing for too long."""
-        now_s = self._clock()
-        seq.missing_since_s = seq.missing_since_s if seq.missing_expert else now_s
+        now_s, shortest_s, longest_s = self._clock(), *RETRY_S
+        may_return = isinstance(error, MissingExpert) and error.away and math.isfinite(seq.timeout_s)
+        if seq.missing_expert is None:
+            seq.retry_pause_s = shortest_s
+            if may_return:
+                log.warning("a request waits for a box", extra={"request": seq.request.id, "why": str(error)})
+        if seq.missing_expert is None or may_return:
+            seq.missing_since_s = now_s
         seq.missing_expert = error
         if not isinstance(error, MissingExpert) or now_s - seq.missing_since_s >= self._missing_expert_timeout_s:
             self._finish(seq, "error", error)
+        seq.retry_s, seq.retry_pause_s = now_s + seq.retry_pause_s, min(2 * seq.retry_pause_s, longest_s)
 
     def _deliver_token(self, seq: Sequence, sampled: SampledToken) -> None:
         """Adds the token, or ends `seq`. The grammar may raise, so it runs before anything is changed."""

@@ -143,7 +143,8 @@ class Sequence:
         self.drafts: RequestDrafts | None = None  # from its first drafted step on
         self.checked_drafts = [0, 0]  # drafted tokens accepted and rejected since its last emission
         self.missing_expert: StoreError | None = None  # why its last step failed, if it did
-        self.missing_since_s = 0.0  # and since when
+        self.missing_since_s = 0.0  # and since when no box has been known to have it
+        self.retry_pause_s = self.retry_s = 0.0  # before the next attempt, and its time
 
     @property
     def sampling(self) -> Sampling:

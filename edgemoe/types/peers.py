@@ -58,6 +58,9 @@ class ExpertPeers(Protocol):
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
         """Returns seconds to fetch each expert [n] from a peer that is not in `without`; inf where none has it."""
 
+    def holders_away(self, layer: int, expert: int) -> Sequence[str]:
+        """Returns the peers that have the expert and cannot be reached at the moment."""
+
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -312,6 +314,40 @@ def test_a_request_without_an_expert_names_it_at_the_deadline_too() -> None:
         assert drive.end(name).error_code == "missing_expert"
         assert "of layer 0 is nowhere to be had" in drive.end(name).error
     assert drive.emitted[0].request == "hurried"
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+
+
+def test_a_request_waits_up_to_its_deadline_for_a_box_that_is_away_with_its_expert() -> None:
+    drive = Drive(missing_expert_timeout_s=2.0)
+    experts, attempts = drive.model.decoder.experts, Counter[str]()
+    experts.missing, experts.away = {(0, expert) for expert in range(SPEC.router.experts)}, ("b",)
+    run = drive.engine.loop.steps.run
+
+    def counted(works: Any, **how: Any) -> Any:
+        attempts.update(work.seq.request.id for work in works)
+        return run(works, **how)
+
+    drive.engine.loop.steps.run = counted  # type: ignore[method-assign]
+    drive.submit(prompt(5), "patient", remaining_s=100.0)
+    drive.submit(prompt(7), "hurried", remaining_s=20.0)
+    drive.submit(prompt(3), "eternal", remaining_s=math.inf)  # it has no deadline, and waits as for any expert
+    while drive.now_s < 50.0:
+        drive.step()
+    assert {(one.request, one.error_code) for one in drive.emitted if one.finish} == {
+        ("hurried", "missing_expert"),
+        ("eternal", "missing_expert"),
+    }
+    assert "b had it when last heard" in drive.end("hurried").error
+    assert attempts["patient"] < 130, "an attempt computes layers in vain, so they pause in between"
+    experts.away = ()  # its other incarnation has not announced its experts yet
+    for _ in range(15):
+        drive.step()
+    experts.missing = set()
+    while not any(one.request == "patient" and one.finish for one in drive.emitted):
+        drive.step()
+        assert drive.now_s < 60.0, "it does not go on"
+    assert drive.end("patient").finish == "length"
+    assert drive.tokens("patient") == alone(5, 0)[:12]
     assert drive.engine.blocks.free == drive.engine.blocks.count
 
 

@@ -71,6 +71,7 @@ class PlainExperts:
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights  # [L, E, H, H]
         self.missing: set[tuple[int, int]] = set()
+        self.away: tuple[str, ...] = ()  # boxes that have these
         self._ids: list[torch.Tensor] = []
         self._shares: list[torch.Tensor] = []
 
@@ -81,7 +82,7 @@ class PlainExperts:
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for expert in ids.unique().tolist():
             if (layer, expert) in self.missing:
-                raise MissingExpert(layer, expert, "the test says so")
+                raise MissingExpert(layer, expert, "the test says so", away=self.away)
         self._ids.append(ids)
         self._shares.append(weights)
         out = torch.einsum("tkoh,th->tko", self.weights[layer, ids], hidden)

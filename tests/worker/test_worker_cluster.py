@@ -141,7 +141,7 @@ async def test_a_box_with_few_experts_generates_its_helper_s_tokens_until_that_i
         assert await b.next_message(PrefixKVFetched) == PrefixKVFetched(request="pulled", attempt=1, blocks=6)
         b.process.kill()
         await b.process.wait()
-        a.send_message(submit("again"))
+        a.send_message(msgspec.structs.replace(submit("again"), remaining_ms=2_000))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
         Manifest.load(tmp_path / "whole").save(tmp_path / "part")  # its files were complete all along

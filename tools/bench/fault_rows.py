@@ -200,7 +200,7 @@ ROWS = {
     "slow-link": Kind(slow_link),
     "peer-stop": Kind(peer_stop),
     "restart-all": Kind(restart_all),
-    "kill-peer-1": Kind(kill_peer, replicas=1),
+    "kill-peer-1": Kind(kill_peer, replicas=1, settings=(("api.request_timeout_s", 20),)),  # requests wait for the box
     "forward-kill": Kind(forward_kill, spread=True),
     "route-kill": Kind(route_kill, settings=(("engine.max_sequences", 1),)),
     "suspend": Kind(suspend),

@@ -68,6 +68,11 @@ class PeerEstimate:
         """Returns whether the peer may be asked."""
         return self.heard and self.ready and not self.silent and not self.cut
 
+    def is_away_with(self, layer: int, expert: int) -> bool:
+        """Returns whether the peer has the expert, cannot be reached, and would be asked once it can be."""
+        away = not (self.reachable or self.cut or self.refused)
+        return away and bool(self.ram[layer, expert] or self.disk[layer, expert])
+
     def offer(self, layer: int, wanted: IntArray, now_s: float) -> PeerCosts | None:
         """Returns the peer's offer for the `wanted` experts of the layer; None where it has none of them."""
         ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
@@ -145,6 +150,10 @@ class ExpertClient:
                 has = (peer.ram[layer] | peer.disk[layer])[experts]
                 best[has] = np.minimum(best[has], peer.latency_s + size_bytes * peer.s_per_byte)
         return best
+
+    def holders_away(self, layer: int, expert: int) -> Sequence[str]:
+        """Returns the peers that have the expert and cannot be reached at the moment."""
+        return [peer.node for peer in self.peers.values() if peer.is_away_with(layer, expert)]
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""

@@ -103,7 +103,9 @@ class PeerStore:
             return
         if damaged is not None:
             raise damaged
-        raise MissingExpert(layer, expert, "; ".join(reasons) or "it is not on the disk, and no peer has it")
+        why = "; ".join(reasons) or "it is not on the disk, and no box that can be reached has it"
+        peers = self._peers().values() if self._channel is not None else ()
+        raise MissingExpert(layer, expert, why, away=[peer.node for peer in peers if peer.is_away_with(layer, expert)])
 
     async def _fetch(self, layer: int, expert: int, into: memoryview) -> list[str] | None:
         """Fetches the expert from a peer. Returns None on success, else the reasons of all failures.

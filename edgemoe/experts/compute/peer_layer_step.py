@@ -169,7 +169,8 @@ class PeerLayerStep:
         alone = load.sum(axis=2) + (load > 0) @ opening
         nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
         if len(nowhere):
-            raise MissingExpert(layer, int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE)
+            expert, why = int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE
+            raise MissingExpert(layer, expert, why, away=remote.peers.holders_away(layer, expert))
         chosen = resolve(WayCosts(load, alone, opening, busy)).way - FIRST_ELSEWHERE
         way[missing] = np.where(chosen < 0, HERE, near[np.maximum(chosen, 0), each]) if len(near) else HERE
         return way

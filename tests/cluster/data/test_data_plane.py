@@ -315,9 +315,11 @@ async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -
         failed = await asyncio.to_thread(answers.get, True, 10)
         assert "not heard" in str(failed.error)
         assert not calls.offers(0, np.array([0]))
+        assert calls.holders_away(0, 0) == ["b"]
         assert a.channel.is_up("b")
         calls.heed("b", True)
         await until(lambda: len(calls.offers(0, np.array([0]))) == 1)
+        assert calls.holders_away(0, 0) == []
         assert downs == []
         running_calls.cancel()
         await asyncio.gather(running_calls, return_exceptions=True)

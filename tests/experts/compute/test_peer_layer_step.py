@@ -45,6 +45,7 @@ class FakePeers:
     def __init__(self, ask: Ask, timeout_s: float, has: Sequence[int], nodes: str = "bc") -> None:
         self.timeout_s, self._ask, self._has, self._nodes = timeout_s, ask, has, nodes
         self.asked: list[str] = []
+        self.away: Sequence[int] = ()  # experts that a box has which cannot be reached
         self.looks = 0
 
     def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
@@ -55,6 +56,9 @@ class FakePeers:
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
         return np.full(len(experts), np.inf, np.float32)
+
+    def holders_away(self, layer: int, expert: int) -> Sequence[str]:
+        return ["d"] if expert in self.away else []
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         self.asked.append(node)
@@ -122,6 +126,18 @@ def test_a_step_does_not_go_round_among_failing_peers_for_ever(clock: Clock) -> 
         step(peers, here, AWAY)
     assert clock.now_s == pytest.approx(2.0, abs=0.3)
     assert set(peers.asked) == {"b", "c"}
+
+
+@pytest.mark.parametrize(("away", "named"), [((), ()), ((AWAY,), ("d",)), ((OURS,), ())])
+def test_a_missing_expert_s_error_names_the_boxes_that_may_bring_it_back(
+    clock: Clock, away: Sequence[int], named: Sequence[str]
+) -> None:
+    peers = FakePeers(failing(clock), 1.0, [AWAY])
+    peers.away = away
+    with pytest.raises(MissingExpert) as raised:
+        step(peers, Here(), AWAY)
+    assert raised.value.away == named
+    assert ("d had it when last heard" in str(raised.value)) == bool(named)
 
 
 def test_an_expert_on_our_own_disk_is_read_once_peers_have_failed_for_long(clock: Clock) -> None:
