@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
 from edgemoe.types.snapshot import ServingSnapshot
 
+NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
 State = Literal["unloaded", "loading", "ready", "draining", "failed", "stalled"]
 
 
@@ -49,8 +51,13 @@ class Backend(Protocol):
         Raises EngineUnavailable.
         """
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Submission]:
-        """Accepts requests; one ends that makes no progress for `timeout_s`. Raises QueueFull, EngineUnavailable."""
+    def open(
+        self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING
+    ) -> AbstractContextManager[Submission]:
+        """Accepts requests, which go on behind the tokens `emitted` by request elsewhere before.
+
+        One ends that makes no progress for `timeout_s`. Raises QueueFull, EngineUnavailable.
+        """
 
     async def reload(self) -> str:
         """Reloads exports and settings that can change while serving. Returns a message naming those now in use.

@@ -20,13 +20,14 @@ from edgemoe.api.generate.generation import (
     StreamForm,
     run_generation,
 )
+from edgemoe.api.generate.held_answer import ASKS_FRAMES, FrameHead, HeldAnswer, end_of, read_held
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.client_answer import ClientAnswer
 from edgemoe.api.http.event_text import error_body, json_line, ollama_error
 from edgemoe.api.model_wish import ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import read
-from edgemoe.errors import RequestError
+from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.principal import Principal
 
 SMALL_BYTES = 1 << 16  # bodies in which the event loop itself looks for the model's name
@@ -63,10 +64,11 @@ class Generating:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with contextlib.AsyncExitStack() as held:
                 with shared.bodies.open(principal) as body:
-                    raw = await shared.bodies.read(body, request)
+                    part, raw = read_held(request.headers, await shared.bodies.read(body, request))
                     small = len(raw) <= SMALL_BYTES
                     wish = self.wish(raw) if small else await shared.in_thread(principal, self.wish, raw)
-                    kept = await held.enter_async_context(self._kept(shared, wish, send))
+                    in_frames = wish.is_stream and ASKS_FRAMES in request.headers
+                    kept = await held.enter_async_context(self._kept(shared, wish, send, in_frames))
                     async with http.while_connected(receive):
                         if wish.unloads and (unloaded := await self._unload(shared, wish)) is not None:
                             await unloaded(scope, receive, kept.send)
@@ -79,6 +81,8 @@ class Generating:
                             prepared = await api.in_thread(principal, self._prepare, context, raw)
                             if isinstance(prepared, PreparedAnswer):
                                 generation = prepared.generation
+                                if part is not None:
+                                    await api.in_thread(principal, _skip_held, prepared, part, context.limits.vocab)
                                 with prepared.fields.renamed():
                                     generation.constrain(await api.grammars.first(generation.grammar, principal))
                     del raw
@@ -92,12 +96,13 @@ class Generating:
         return answer
 
     @contextlib.asynccontextmanager
-    async def _kept(self, shared: Api, wish: ModelWish, send: Send) -> AsyncIterator[ClientAnswer]:
+    async def _kept(self, shared: Api, wish: ModelWish, send: Send, in_frames: bool) -> AsyncIterator[ClientAnswer]:
         """Yields the answer, whose client hears of it while it has to wait. Tells errors once it has begun.
 
         Without a stream the connection ends after an error: nothing else shows that the answer, begun with 200, failed.
         """
-        kept = ClientAnswer(send, self.form(wish) if wish.is_stream else WHOLE, lambda: shared.loading(wish.name))
+        form = self.form(wish) if wish.is_stream else WHOLE
+        kept = ClientAnswer(send, form, lambda: shared.loading(wish.name), in_frames=in_frames)
         try:
             async with kept.kept():
                 yield kept
@@ -105,13 +110,23 @@ class Generating:
             if not kept.is_begun:
                 raise
             words = self._late_error(error) if wish.is_stream else msgspec.json.encode(error_body(error))
-            await kept.part(words, more=not wish.is_stream)
+            await kept.part(words, more=not wish.is_stream, head=FrameHead(end=end_of(error)))
 
     async def _unload(self, shared: Api, wish: ModelWish) -> Response | None:
         if shared.models is None or (answer := self.unloaded(wish.name)) is None:
             return None
         await shared.models.release(wish.name)
         return answer
+
+
+def _skip_held(prepared: PreparedAnswer, held: HeldAnswer, vocab: int) -> None:
+    """Writes the events that the client holds, to nobody: the next ones follow them. Raises InvalidRequest."""
+    if not prepared.is_stream:
+        raise InvalidRequest("held: only streams go on behind a part", code="invalid_held")
+    prepared.generation.resume(held, vocab)
+    for deltas in prepared.generation.replay():
+        for _ in prepared.answer_format.events(deltas):
+            pass
 
 
 class OllamaGenerating(Generating):

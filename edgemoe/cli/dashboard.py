@@ -22,7 +22,7 @@ import httpx
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgemoe.api.http.page import PAGE
 from edgemoe.cli.client import Client, socket_of
@@ -61,8 +61,8 @@ async def serve(passage: DashboardProxy, listener: socket.socket, server: uvicor
         await passage.close()
 
 
-def proxy_server(passage: DashboardProxy) -> uvicorn.Server:
-    """Returns the server of a passage, which has not begun."""
+def proxy_server(passage: ASGIApp) -> uvicorn.Server:
+    """Returns the server of an application between clients and daemons, which has not begun."""
     config = uvicorn.Config(
         passage,
         lifespan="off",

@@ -152,6 +152,16 @@ Examples:
 A daemon that listens by TCP (`edgemoe serve --port`) shows the same page there, for its key.
 """
 
+PROXY = """\
+Run it on the box of the apps. It tries the addresses in order, and holds each client's stream: if a box is gone or
+stands still, another one goes on behind the tokens that came. Keys are passed on; the boxes check them.
+
+Examples:
+  edgemoe proxy http://192.0.2.7:8080 http://192.0.2.8:8080
+  edgemoe proxy --listen 0.0.0.0:8090 http://192.0.2.7:8080 http://192.0.2.8:8080
+  edgemoe proxy --socket /run/user/1000/edgemoe.sock unix:/run/edgemoe/edgemoe.sock http://192.0.2.8:8080
+"""
+
 RELOAD = """\
 The daemon reads the export in cache.scoutgate again; requests go on meanwhile. An export that is damaged or for
 another model is refused, and the one in use stays. SIGHUP does the same; its answer is in the log.

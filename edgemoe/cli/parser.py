@@ -224,6 +224,18 @@ def dashboard(subparsers: Any) -> None:
     client_options(parser)
 
 
+def proxy(subparsers: Any) -> None:
+    """Adds the command `edgemoe proxy`."""
+    summary = "lead apps to the boxes of a cluster, and go on with answers when one is gone"
+    parser = command(subparsers, "proxy", "edgemoe.cli.proxy_command:run", summary, texts.PROXY)
+    parser.add_argument(
+        "front", metavar="ADDRESS", nargs="+", help="http://HOST:PORT of a box, or unix:PATH; best first"
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:8090", help="(default: %(default)s)")
+    parser.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead, for its user and group")
+    parser.add_argument("--requests", metavar="N", type=int, default=256, help="most at a time (default: %(default)s)")
+
+
 def reload(subparsers: Any) -> None:
     """Adds the command `edgemoe reload`."""
     summary = "have the running daemon load its forecaster of experts again"
@@ -433,7 +445,7 @@ GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Talk to it", (run, chat, generate, launch)),
     ("See what it does", (status, top, dashboard, bench, doctor)),
     ("Keep models", (plan, pull, pack, models)),
-    ("Several boxes", (cluster, keygen, witness)),
+    ("Several boxes", (cluster, keygen, witness, proxy)),
     ("Tools", (completion, replay)),
 )
 DEFAULT_ACTIONS = {

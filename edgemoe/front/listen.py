@@ -85,9 +85,9 @@ def bound_ports(api: ApiSettings) -> BoundPorts:
         return BoundPorts(tcp, ollama)
 
 
-def tcp_socket(address: str) -> socket.socket:
-    """Returns a listening socket at HOST:PORT. Raises ServiceError if it is in use."""
-    return listening(bound_socket(address), address)
+def tcp_socket(address: str, setting: str = "api.tcp") -> socket.socket:
+    """Returns a listening socket at HOST:PORT, the value of `setting`. Raises ServiceError if it is in use."""
+    return listening(bound_socket(address, setting), address, setting)
 
 
 def listening(bound: socket.socket, address: str, setting: str = "api.tcp") -> socket.socket:

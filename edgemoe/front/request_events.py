@@ -5,9 +5,10 @@ A place names an engine: BOOT of this box's engine, NODE:BOOT of another box's. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from edgemoe.api.backend import NOTHING
 from edgemoe.errors import RequestError
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.types.expert_signatures import ExpertSignature
@@ -21,6 +22,7 @@ class RequestsAccepted(NamedTuple):
 
     requests: Sequence[Request]
     timeout_s: float  # each ends that makes no progress for so long
+    emitted: Mapping[str, Sequence[int]] = NOTHING  # tokens that a client got elsewhere before, by request
 
 
 class RequestCancelled(NamedTuple):

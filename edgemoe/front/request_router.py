@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import contextmanager
 from typing import Protocol
 
+from edgemoe.api.backend import NOTHING
 from edgemoe.config.settings import EngineSettings, Route
 from edgemoe.errors import RequestError
 from edgemoe.front import request_events as events
@@ -153,8 +154,10 @@ class RequestRouter:
         return self.machine.surroundings.others()
 
     @contextmanager
-    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[ClientSubmission]:
-        """Accepts the requests; on leaving the block, requests that still run are cancelled.
+    def open(
+        self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING
+    ) -> Iterator[ClientSubmission]:
+        """Accepts the requests, behind tokens `emitted` elsewhere. Leaving the block cancels the ones that still run.
 
         Raises QueueFull, InvalidRequest (more than would ever fit), and the error in `closed`.
         """
@@ -167,7 +170,7 @@ class RequestRouter:
         for request in requests:
             self._submissions[request.id] = submission
         self._idle.clear()
-        self.handle(events.RequestsAccepted(requests, timeout_s))
+        self.handle(events.RequestsAccepted(requests, timeout_s, emitted))
         try:
             yield submission
         finally:

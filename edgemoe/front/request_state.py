@@ -67,9 +67,10 @@ class RequestStateMachine(RequestTable):
     def handle(self, event: events.RequestEvent) -> list[events.RequestInstruction]:
         """Changes the requests that the event concerns. Returns the instructions to perform, in order."""
         match event:
-            case events.RequestsAccepted(requests, timeout_s):
+            case events.RequestsAccepted(requests, timeout_s, emitted):
                 for accepted in requests:
-                    self._add(new := RequestRecord(accepted, self._now(), timeout_s))
+                    new = RequestRecord(accepted, self._now(), timeout_s, emitted=list(emitted.get(accepted.id, ())))
+                    self._add(new)
                     self._route(new)
             case events.RequestCancelled(request):
                 if (record := self._live.get(request)) is not None:

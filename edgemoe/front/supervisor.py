@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.api.backend import BoxSnapshot, State
+from edgemoe.api.backend import NOTHING, BoxSnapshot, State
 from edgemoe.config.settings import Settings
 from edgemoe.errors import (
     ConfigError,
@@ -173,10 +173,12 @@ class Supervisor:
         self._engine_changed()
         await engine.exits(STOP_S if is_asked else 0.0)
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[ClientSubmission]:
+    def open(
+        self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING
+    ) -> AbstractContextManager[ClientSubmission]:
         """Accepts requests as RequestRouter.open does."""
         self.want()
-        return self.requests.open(requests, timeout_s)
+        return self.requests.open(requests, timeout_s, emitted)
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
         """Returns the latest snapshots of all engines, and asks for new ones."""

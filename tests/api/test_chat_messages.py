@@ -38,7 +38,7 @@ def test_a_tool_has_the_description_and_parameters_that_templates_read() -> None
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e400}', '{"a": "\\ud83d x"}'])
 def test_arguments_are_handed_out_as_the_model_wrote_them(arguments: str) -> None:
-    piece = OutputPiece("call", arguments, ToolCall(0, "f"))
+    piece = OutputPiece("call", arguments, ToolCall(0, "f", "call_1"))
     assert arguments in msgspec.json.encode(_block(piece)).decode()
 
 

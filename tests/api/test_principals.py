@@ -87,7 +87,7 @@ class Asked:
         return ModelInfo(**MODEL), RequestLimits(context_tokens=4096, vocab=300)
 
     @contextmanager
-    def open(self, requests: Sequence[Request], timeout_s: float) -> Any:
+    def open(self, requests: Sequence[Request], timeout_s: float, emitted: Any = ()) -> Any:
         self.requests += requests
         raise QueueFull("noted", retry_after_s=1.0)
         yield

@@ -43,7 +43,7 @@ class Ready:
         await self.told.wait()
         return ModelInfo(**MODEL), RequestLimits(context_tokens=64, vocab=300)
 
-    def open(self, requests: Any, timeout_s: float) -> Any:
+    def open(self, requests: Any, timeout_s: float, emitted: Any = ()) -> Any:
         raise AssertionError("nobody asks")
 
     async def reload(self) -> str:

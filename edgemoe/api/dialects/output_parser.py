@@ -6,13 +6,20 @@ offered. The rest of a call that turns out malformed is shown as text.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 from collections.abc import Callable, Container
 from functools import partial
 
 from edgemoe.api.dialects.dialect import ChannelMarks, OutputMarks, ToolCallSection
 from edgemoe.api.dialects.growing_text import MAX_NAME, GrowingText, MalformedOutput, Reading, copy_value
 from edgemoe.api.dialects.tool_calls import OutputPiece, OutputPieces, PieceKind, ToolCallBuilder, ToolCallForm
+
+
+def item_id(kind: str, answer: str, index: int) -> str:
+    """Returns the id of a part of an answer, in OpenAI's form."""
+    return f"{kind}_{hashlib.blake2b(f'{answer} {index}'.encode(), digest_size=12).hexdigest()}"
 
 
 class OutputReader:
@@ -31,6 +38,7 @@ class OutputReader:
         self._shown: set[PieceKind] = set()
         self._call: ToolCallBuilder | None = None
         self.is_cut = False  # the output has ended at its greatest length
+        self.answer = secrets.token_hex(12)  # from which the ids of calls are made
 
     @property
     def done(self) -> bool:
@@ -101,7 +109,8 @@ class OutputReader:
 
     def call(self, read: Callable[[GrowingText, ToolCallBuilder], Reading[None]]) -> Reading[bool]:
         """Reads one call by `read`. Shows the text that was read and returns False if it is malformed."""
-        self._call = call = ToolCallBuilder(self.source, self._add_tool_call, self.marks.functions, self._begun)
+        id, functions = item_id("call", self.answer, self._begun), self.marks.functions
+        self._call = call = ToolCallBuilder(self.source, self._add_tool_call, functions, self._begun, id)
         try:
             yield from read(self.source, call)
             call.complete()
@@ -337,6 +346,10 @@ class OutputParser:
         read = read_channels if marks.dialect.call is None else read_tagged
         self._reading = read(self._output)
         next(self._reading, None)
+
+    def name(self, answer: str) -> None:
+        """Makes the ids of calls from the name of the answer: the same ones for the same output."""
+        self._output.answer = answer
 
     @property
     def reasoning(self) -> bool:

@@ -7,10 +7,9 @@ pieces, none before its function is known to be one that the request offers.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from edgemoe.api.dialects.argument_types import TEXT, WORDS, as_json, kinds, properties
@@ -42,7 +41,7 @@ class ToolCall:
 
     index: int
     name: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str
 
 
 @dataclass(slots=True)
@@ -111,8 +110,15 @@ class ToolCallBuilder:
     """Collects the arguments of one call."""
 
     def __init__(
-        self, source: GrowingText, emit: Callable[[OutputPiece], None], functions: OfferedFunctions | None, index: int
+        self,
+        source: GrowingText,
+        emit: Callable[[OutputPiece], None],
+        functions: OfferedFunctions | None,
+        index: int,
+        id: str,
     ) -> None:
+        """Takes the call's `id`, for where the model gives none."""
+        self._id = id
         self._source = source
         self._emit = emit
         self._functions = functions
@@ -140,7 +146,7 @@ class ToolCallBuilder:
         """Names the function, once. Raises MalformedOutput where it was not offered."""
         if self.begun or not name or (self._functions is not None and name not in self._functions):
             raise MalformedOutput
-        self._call = ToolCall(self._index, name, id) if id else ToolCall(self._index, name)
+        self._call = ToolCall(self._index, name, id or self._id)
         self._new = True
 
     def write(self, text: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.api import schema
+from edgemoe.api.dialects.output_parser import item_id
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
@@ -139,11 +140,6 @@ def _response_format(form: TextFormat | None) -> Json | None:
     return {"type": form.type, "json_schema": wrapped, "regex": form.regex}
 
 
-def new_id(kind: str) -> str:
-    """Returns a new random id in OpenAI's form."""
-    return f"{kind}_{secrets.token_hex(12)}"
-
-
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
 SEALED_REASONING = "reasoning.encrypted_content"  # in `include`: the client sends reasoning back in this form
 
@@ -152,13 +148,22 @@ class ResponseItem:
     """Collects an open output item: the text of a message or of reasoning, or the arguments of a call."""
 
     def __init__(
-        self, kind: str, index: int, call: ToolCall | None = None, tool: ClientTool | None = None, seals: bool = False
+        self,
+        answer: str,
+        kind: str,
+        index: int,
+        call: ToolCall | None = None,
+        tool: ClientTool | None = None,
+        seals: bool = False,
     ) -> None:
-        """Opens an item. `tool` is the client's tool that `call` is for; `seals` adds a sealed copy of reasoning."""
+        """Opens an item of the answer of that id.
+
+        `tool` is the client's tool that `call` is for; `seals` adds a sealed copy of reasoning.
+        """
         self.kind = tool.item if tool else kind
         self.index = index
         self.text = ""
-        self.id = new_id(ID_PREFIXES.get(self.kind, "fc"))
+        self.id = item_id(ID_PREFIXES.get(self.kind, "fc"), answer, index)
         self.custom = CustomInput() if self.kind == "custom_tool_call" else None
         self._call, self._tool, self._seals = call, tool, seals
 
@@ -238,7 +243,7 @@ class ResponsesFormat:
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if self._item is None or self._item.kind != kind:
             yield from self._close()
-            self._item = ResponseItem(kind, len(self._output), seals=self._seals)
+            self._item = ResponseItem(self._generation.id, kind, len(self._output), seals=self._seals)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
             yield self._inside("response.content_part.added", self._item, part=self._item.part())
         self._item.text += text
@@ -258,7 +263,7 @@ class ResponsesFormat:
         if piece.begins:
             yield from self._close()
             tool = self._offer.tool(call.name)
-            self._item = ResponseItem("function_call", len(self._output), call, tool)
+            self._item = ResponseItem(self._generation.id, "function_call", len(self._output), call, tool)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
         item = self._item
         assert item is not None

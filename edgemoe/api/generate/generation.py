@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +17,7 @@ from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces
 from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.api.generate.grammar_trial import TriedGrammar
+from edgemoe.api.generate.held_answer import AnswerName, HeldAnswer, Shown, ShownTokens, check_held
 from edgemoe.api.metrics import GenerationClock, Metrics
 from edgemoe.api.schema import FieldNames, RequestBody
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
@@ -167,6 +168,11 @@ class CompletionChoice:
         self._parser = OutputParser(marks, vocabulary.special)
         self._called = False
         self._delta = ChoiceDelta(index)
+        self._unshown: list[int] = []  # tokens since the last `shown`
+
+    def name(self, answer: str) -> None:
+        """Takes the id of the answer that this is a choice of; must be called before the first token."""
+        self._parser.name(f"{answer} {self.index}")
 
     @property
     def stop_string(self) -> str:
@@ -189,6 +195,19 @@ class CompletionChoice:
             self.end("length" if self._prompt_only else emission.finish)
         return bool(self.finish) and not emission.finish
 
+    def replay(self, shown: ShownTokens) -> None:
+        """Adds tokens that the client holds already."""
+        for token in shown.tokens:
+            if not self.finish:
+                self._token(None, token)
+        if shown.finish and not self.finish:
+            self.end("stop" if shown.finish == "tool_calls" else shown.finish)
+
+    def shown(self, delta: ChoiceDelta) -> ShownTokens:
+        """Returns the tokens up to this delta, the last one, and behind the one before."""
+        tokens, self._unshown = self._unshown, []
+        return ShownTokens(self.index, tuple(tokens), delta.finish)  # type: ignore[arg-type]
+
     def end(self, reason: str) -> None:
         """Ends the text, which must not have ended, with its rest."""
         rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
@@ -201,10 +220,11 @@ class CompletionChoice:
         delta, self._delta = self._delta, ChoiceDelta(self.index)
         return delta
 
-    def _token(self, emission: Emission, token: int) -> None:
+    def _token(self, emission: Emission | None, token: int) -> None:
         self.tokens += 1
+        self._unshown.append(token)
         self.reasoning_tokens += self._parser.reasoning
-        if emission.logprob is not None:
+        if emission is not None and emission.logprob is not None:
             self._delta.logprobs.append(emission)
         self._add(self._parser.feed(self._stops.feed(self._detokenizer.feed(token))))
         if self._stops.stopped or self._parser.done:
@@ -305,9 +325,53 @@ class Generation:
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
     clock: GenerationClock | None = None  # set when it starts to run
+    held: Sequence[Shown] = ()  # frames that the client holds already
+    emitted: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their tokens, by request
 
     def __post_init__(self) -> None:
-        self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
+        self._name(self.id or f"{self.prefix}-{secrets.token_hex(12)}")
+
+    def _name(self, id: str) -> None:
+        self.id = id
+        for choice in self.choices:
+            choice.name(id)
+
+    @property
+    def answer(self) -> AnswerName | None:
+        """Returns the answer's name, with which any box goes on with it; None where none can."""
+        if not self.can_be_held:
+            return None
+        return AnswerName(id=self.id, created=self.created, seeds=tuple(request.seed for request in self.requests))
+
+    @property
+    def can_be_held(self) -> bool:
+        """Returns whether another box can go on with the answer; log probabilities of a prompt come only once."""
+        return all(request.sampling.prompt_logprobs is None for request in self.requests)
+
+    def shown(self, deltas: Sequence[ChoiceDelta]) -> tuple[ShownTokens, ...]:
+        """Returns the tokens that these deltas show, the last ones of their choices."""
+        return tuple(self.choices[delta.choice].shown(delta) for delta in deltas)
+
+    def resume(self, held: HeldAnswer, vocab: int) -> None:
+        """Goes on behind the part that the client holds. Raises InvalidRequest where it is no part of this answer."""
+        if not (self.can_be_held and held.answer.id.startswith(f"{self.prefix}-")):
+            raise InvalidRequest("held: this is no part of an answer to this request", code="invalid_held")
+        tokens = check_held(held, [request.sampling.max_tokens for request in self.requests], vocab)
+        seeds, self.created, self.held = held.answer.seeds, held.answer.created, held.frames
+        self.requests = [structs.replace(one, seed=seed) for one, seed in zip(self.requests, seeds, strict=True)]
+        self.emitted = {one.id: mine for one, mine in zip(self.requests, tokens, strict=True)}
+        self._name(held.answer.id)
+
+    def replay(self) -> Iterator[list[ChoiceDelta]]:
+        """Yields the deltas of each frame that the client holds."""
+        for frame in self.held:
+            choices = [self.choices[shown.choice] for shown in frame]
+            for choice, shown in zip(choices, frame, strict=True):
+                choice.replay(shown)
+            deltas = [choice.delta() for choice in choices]
+            for choice, delta in zip(choices, deltas, strict=True):
+                choice.shown(delta)
+            yield deltas
 
     def constrain(self, tried: TriedGrammar | None) -> None:
         """Has every choice follow the grammar, if there is one."""
@@ -381,7 +445,10 @@ async def run_generation(
     Where no more comes within `timeout_s`, the tokens so far are the answer, and its finish is "length".
     """
     choices = {request.id: choice for request, choice in zip(generation.requests, generation.choices, strict=True)}
-    with backend.open(generation.requests, timeout_s) as submission:
+    with backend.open(generation.requests, timeout_s, generation.emitted) as submission:
+        for request, choice in choices.items():
+            if choice.finish:  # in the part that the client holds
+                submission.cancel(request)
         clock = generation.clock = GenerationClock(metrics)
         metrics.prompt_tokens.inc(generation.prompt_tokens)
         try:

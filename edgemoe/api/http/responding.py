@@ -19,6 +19,7 @@ from edgemoe.api.generate.generation import (
     PreparedAnswer,
     collect_deltas,
 )
+from edgemoe.api.generate.held_answer import FrameHead, end_of
 from edgemoe.api.http.client_answer import ClientAnswer, ClientGone
 from edgemoe.api.http.event_text import anthropic_error, error_body, ollama_error
 from edgemoe.errors import InvalidRequest, RequestError
@@ -61,15 +62,19 @@ async def reply(kept: ClientAnswer, prepared: PreparedAnswer, deltas: AsyncGener
         body = msgspec.json.encode(answer_format.whole(await collect_deltas(generation, deltas)))
         await send_whole(kept.send, 200, body)
         return
+    name = generation.answer
     try:
         async with aclosing(deltas):
             async for some in deltas:
                 await kept.begin()
-                await kept.part(b"".join(answer_format.events(some)))
+                body = b"".join(answer_format.events(some))
+                await kept.part(body, head=FrameHead(shown=generation.shown(some), answer=name))
+                name = None
     except RequestError as error:
         if not kept.is_begun:
             raise
-        await kept.part(b"".join(answer_format.error_events(error)), more=False)
+        words = b"".join(answer_format.error_events(error))
+        await kept.part(words, more=False, head=FrameHead(end=end_of(error)))
         return
     await kept.begin()
     await kept.part(b"".join(answer_format.closing_events()), more=False)
