@@ -34,7 +34,7 @@ class Versions(NamedTuple):
         return f"{self.lowest} to {self.highest}"
 
 
-PROTOCOL_VERSIONS = Versions(1, 1)  # spoken by this release
+PROTOCOL_VERSIONS = Versions(3, 3)  # spoken by this release; 0.1.0 speaks 1 and 2, whose messages have other names
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):

@@ -140,6 +140,11 @@ class Channel:
 
     async def _carry(self, node: str, body: Any) -> Answer[Any] | None:
         self.cluster.said[type(body).__name__] += 1
+        if (other := self.cluster.channels.get(node)) is not None and self.cluster.speak_apart(
+            self.transport.node, node
+        ):
+            other.on_foreign(self.transport.node, "it speaks versions 1 to 2 of the protocol")
+            raise PeerRefused(f"{node} speaks another version")
         data = msgspec.msgpack.encode(body)
         await asyncio.sleep(LATENCY_S * (1 + self.cluster.rng.random()))
         other = self.cluster.channels.get(node)
@@ -189,6 +194,8 @@ class Box(NoServices):
         self.plane: ControlPlane | None = None
         self.sound = True  # its settings are like the others'
         self.settings: dict[str, Any] = {}
+        self.struck: set[str] = set()  # boxes that its own list lacks
+        self.began_with: set[str] = set()  # the same, when it started
         self.engine: ChannelDescription | None = card(f"engine-{node}", 12)
         self.obeys: PlacementPlan | None = None  # its engine
         self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # the experts pinned there
@@ -200,15 +207,26 @@ class Box(NoServices):
     def directory(self) -> Path:
         return self.cluster.folder / self.place
 
+    @property
+    def listed(self) -> dict[str, Peer]:
+        """Returns the boxes in its own list."""
+        return {node: peer for node, peer in self.cluster.peers.items() if node not in self.struck}
+
+    def read_list(self) -> None:
+        """Reads its list again, if it runs."""
+        if self.plane is not None:
+            self.plane.set_peers(self.listed)
+
     async def start(self) -> None:
         self.starts += 1
+        self.began_with = set(self.struck)
         given = {"coordination": "raft", "replicas": 1, "lease_s": 1.5, "absent_s": 5.0, **self.settings}
         settings = ClusterSettings(
             node=self.node, key_file="unused", listen="127.0.0.1:1", state_dir=str(self.directory), **given
         )
         announce = Announce(release="1", role="box", address="127.0.0.1:1", engine=self.engine if self.sound else None)
         boot = f"{self.place}-{self.starts}"
-        plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock, self)
+        plane = ControlPlane(settings, boot, Secret(b"", b""), self.listed, announce, self.clock, self)
         plane.listen()
         self.plane, self.task = plane, asyncio.ensure_future(plane.run())
 
@@ -275,7 +293,10 @@ class Cluster:
         self.plans: dict[int, str] = {}  # version -> digest
         self.held: dict[str, tuple[int, int]] = {}  # node -> epoch and version of its plan
         self.agreement = FakeAgreement(loop.time, LATENCY_S)
-        self.agreement.is_cut = lambda one, other: bool({(one, other), (other, one)} & self.cuts)
+        self.foreign: set[str] = set()  # boxes of a release without a common version
+        self.agreement.is_cut = lambda one, other: (
+            bool({(one, other), (other, one)} & self.cuts) or self.speak_apart(one, other)
+        )
         self.boxes = {node: Box(self, node) for node in nodes}
         self.pinning = False  # engines pin, one expert after the other, and say so
         self.better: PlacementTarget | None = None  # the solver's answer to a review
@@ -319,6 +340,10 @@ class Cluster:
                         box.announce_pins()
 
     # --- links ------------------------------------------------------------------------------------------------
+
+    def speak_apart(self, one: str, other: str) -> bool:
+        """Returns whether the releases of two boxes have no version in common."""
+        return (one in self.foreign) != (other in self.foreign)
 
     def joined(self, source: str, target: str) -> bool:
         there = source in self.channels and target in self.channels

@@ -122,6 +122,21 @@ class ClusterOfThree(RuleBasedStateMachine):
         box.settings = {} if box.sound else {"coordination": "single", "leader": node}
         self.do(box.start())
 
+    @rule(node=NODES, other=NODES)
+    def strikes_another_from_its_list_or_lists_all(self, node: str, other: str) -> None:
+        """Gives a box a list that differs from the others', also while links are cut."""
+        box = self.cluster.boxes[node]
+        box.struck = box.struck ^ {other} if node != other else set()
+        box.read_list()
+
+    @rule(node=NODES)
+    def runs_a_release_without_a_common_version_or_this_one(self, node: str) -> None:
+        box = self.cluster.boxes[node]
+        if self.runs(node):
+            self.do(box.die())
+        self.cluster.foreign ^= {node}
+        self.do(box.start())
+
     @rule(node=NODES, room=st.sampled_from([0, 6, 12]))
     def has_another_engine(self, node: str, room: int) -> None:
         box = self.cluster.boxes[node]
@@ -139,8 +154,12 @@ class ClusterOfThree(RuleBasedStateMachine):
             cluster.join_up()
             self.end_copy()
             for node, box in cluster.boxes.items():
-                if not box.sound and box.plane is not None:
+                box.struck = set()
+                box.read_list()
+                is_as_others = box.sound and node not in cluster.foreign and not box.began_with
+                if box.plane is not None and not is_as_others:
                     self.do(box.die())
+                cluster.foreign.discard(node)
                 box.sound, box.settings, box.engine = True, {}, card(f"engine-{node}", 12)
                 if box.plane is None:
                     self.do(box.start())

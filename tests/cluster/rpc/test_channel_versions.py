@@ -10,11 +10,17 @@ import xxhash
 from support.boxes import LANGUAGE, Box, Echo, running, secret
 from support.waiting import until
 
+from edgemoe.cluster.control.messages import CONTROL
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.envelope import seal
-from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable
+from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable, WireVersionError
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS, Message, MessageLanguage, Versions
 
+OF_0_1_0 = (  # a heartbeat and an announcement, as commit 9647715 seals them
+    "454d5052021e122b0726dd1a299700c2920102cb0000000000000000909081a474797065a442656174",
+    "454d505202bbd7bb369561612f9700c2920102cb0000000000000000909084a474797065a8416e6e6f756e6365a772656c65617365"
+    "a5302e312e30a4726f6c65a3626f78a761646472657373ae3139322e302e322e373a37353430",
+)
 NEXT = Versions(PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest + 1)
 
 
@@ -118,6 +124,17 @@ async def test_releases_without_a_common_version_refuse_each_other_and_say_so() 
         await until(lambda: len(foreign) == 2)
     assert foreign["a"].startswith(f"a speaks versions {NEXT} of the protocol, b 5 to 6")
     assert foreign["b"].startswith(f"b speaks versions 5 to 6 of the protocol, a {NEXT}")
+
+
+@pytest.mark.parametrize("sealed", OF_0_1_0)
+async def test_a_box_of_0_1_0_is_refused_by_name_and_so_are_we_there(sealed: str) -> None:
+    codec = envelope.EnvelopeCodec("b", PROTOCOL_VERSIONS, "control", CONTROL, 1 << 20)
+    with pytest.raises(WireVersionError, match=f"a speaks versions 1 to 2 of the protocol, b {PROTOCOL_VERSIONS}: run"):
+        codec.open("a", [memoryview(bytes.fromhex(sealed))])
+    (ours,) = codec.seal_failure(PeerRefused("no"))
+    theirs = envelope.EnvelopeCodec("a", Versions(1, 2), "control", CONTROL, 1 << 20)  # its rule, and its framing
+    with pytest.raises(WireVersionError, match=f"b speaks versions {PROTOCOL_VERSIONS} of the protocol, a 1 to 2"):
+        theirs.open("b", [memoryview(ours)])
 
 
 def test_an_envelope_of_a_later_release_may_have_more_at_its_end() -> None:
