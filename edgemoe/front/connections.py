@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from edgemoe.front.http_connection import ConnectionHub, HttpConnection
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.types.principal import site_of
 
 log = logging.getLogger(__name__)
 
@@ -138,11 +137,10 @@ class Server:
         connection.setblocking(False)
         arrived = HttpConnection(self._hub, connection, app)
         if arrived.uid is None:
-            site = site_of(arrived.address)
-            unknown = [one for one in self.connections if not one.owner and site_of(one.address) == site]
+            unknown = self._hub.unknown_of(arrived.site)
             if len(unknown) > MOST_UNKNOWN:
                 self._note(logging.WARNING, "many connections without a key give way", arrived.address)
-                min((one for one in unknown if one is not arrived), key=lambda one: one.opened_at).give_way()
+                unknown[0].give_way()
         task = asyncio.ensure_future(self._connect(arrived, connection))
         self._arriving.add(task)
         task.add_done_callback(self._arriving.discard)
@@ -152,15 +150,12 @@ class Server:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: arrived, connection)
         except OSError:  # it has gone already
             connection.close()
-            self.connections.discard(arrived)
+            self._hub.remove(arrived)
 
     def _make_room(self) -> bool:
         """Closes the connection that gives way. Returns False if there is none."""
-        unknown = [one for one in self.connections if not one.owner]
-        if unknown:
-            most = Counter(site_of(one.address) for one in unknown)
-            site, _ = most.most_common(1)[0]
-            oldest = min((one for one in unknown if site_of(one.address) == site), key=lambda one: one.opened_at)
+        if unknown := self._hub.most_unknown():
+            oldest = unknown[0]
         else:
             latest = time.monotonic() - GRACE_S
             waiting = [one for one in self.connections if one.waits and one.waiting_since < latest]

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 import h11
 from starlette.types import ASGIApp, Message, Scope
 
-from edgemoe.types.principal import uid_principal
+from edgemoe.types.principal import site_of, uid_principal
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,40 @@ class ConnectionHub:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     requests: int = 0
     ends: bool = False
+    # TCP connections by site, the oldest first: all without a key, and some that have shown one since.
+    by_site: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)
+
+    def add(self, connection: HttpConnection) -> None:
+        self.connections.add(connection)
+        if connection.uid is None:
+            self.by_site.setdefault(connection.site, {})[connection] = None
+
+    def remove(self, connection: HttpConnection) -> None:
+        """Forgets a connection that is gone, or is already forgotten."""
+        self.connections.discard(connection)
+        self._forget_unknown(connection)
+
+    def unknown_of(self, site: str) -> list[HttpConnection]:
+        """Returns the site's connections without a key, the oldest first."""
+        for known in [one for one in self.by_site.get(site, ()) if one.owner]:
+            self._forget_unknown(known)
+        return list(self.by_site.get(site, ()))
+
+    def most_unknown(self) -> list[HttpConnection]:
+        """Returns the connections without a key of the site that has most; empty where there are none."""
+        while self.by_site:
+            site = max(self.by_site, key=lambda one: len(self.by_site[one]))
+            before = len(self.by_site[site])
+            if len(unknown := self.unknown_of(site)) == before:
+                return unknown
+        return []
+
+    def _forget_unknown(self, connection: HttpConnection) -> None:
+        unknown = self.by_site.get(connection.site)
+        if unknown is not None:
+            unknown.pop(connection, None)
+            if not unknown:
+                del self.by_site[connection.site]
 
 
 class HttpConnection(asyncio.Protocol):
@@ -68,6 +102,7 @@ class HttpConnection(asyncio.Protocol):
             with contextlib.suppress(OSError):  # it has gone already
                 self.address = peer.getpeername()[0].removeprefix(MAPPED)
             peer.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self.site = site_of(self.address)
         self.transport: asyncio.Transport | None = None
         self.exchange: HttpExchange | None = None
         self.opened_at = self.waiting_since = time.monotonic()
@@ -79,7 +114,7 @@ class HttpConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # of a head, or of none
         self._unread: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
-        hub.connections.add(self)
+        hub.add(self)
 
     # --- who it is --------------------------------------------------------------------------------------------
 
@@ -99,7 +134,7 @@ class HttpConnection(asyncio.Protocol):
     def give_way(self) -> None:
         """Closes the connection to make room for another."""
         self._gone = True
-        self._hub.connections.discard(self)
+        self._hub.remove(self)
         if self.transport is not None:
             self.transport.abort()
 
@@ -145,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone = True
-        self._hub.connections.discard(self)
+        self._hub.remove(self)
         for timer in (self._timer, self._unread, self._probe):
             if timer is not None:
                 timer.cancel()

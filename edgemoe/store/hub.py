@@ -15,19 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import quote
 
 import msgspec
 import xxhash
 from huggingface_hub import constants, get_token, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import get_session
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from msgspec import Meta
 
@@ -284,6 +279,8 @@ class PartialFile:
 
 
 TRIES = 4  # without a byte more
+RETRIED = (408, 429)  # statuses below 500
+UNKNOWN_TOKEN = "Invalid credentials in Authorization header"
 FIRST_PAUSE_S = 1.0  # doubled each time
 TOKEN = "set HF_TOKEN, or log in with `hf auth login`"
 log = logging.getLogger(__name__)
@@ -298,6 +295,23 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
+class _Refused(Exception):
+    """The hub's answer is no success. The library would read all of it, however long, for its message."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{constants.ENDPOINT} answers {status}")
+        self.status, self.code, self.message = status, code, message
+
+
+def _check_answer(answer: Any) -> None:
+    """Looks at an answer's head, before any of its body is read. Raises _Refused, and HubError for packed bodies."""
+    if answer.status_code >= 400:
+        named = (answer.headers.get(name, "") for name in ("X-Error-Code", "X-Error-Message"))
+        raise _Refused(answer.status_code, *named)
+    if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+        raise HubError(f"the hub packs its answer ({packed[:40]!r}), which was not asked for; look for a proxy between")
+
+
 class Hub:
     """The hub of HF_ENDPOINT, for the user of HF_TOKEN or of the saved token."""
 
@@ -305,6 +319,9 @@ class Hub:
         disable_progress_bars()
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # its retries: ours are reported below
         self._headers = {"User-Agent": f"edgemoe/{edgemoe.__version__}", "Accept-Encoding": "identity"}
+        hooks = get_session().event_hooks["response"]
+        if _check_answer not in hooks:
+            hooks.append(_check_answer)
         if token := get_token():
             self._headers["Authorization"] = f"Bearer {token}"
 
@@ -353,9 +370,10 @@ class Hub:
             http_get(url, into, resume_size=into.tell(), headers=self._headers)  # type: ignore[arg-type]
         except EdgemoeError:
             raise
-        except HfHubHTTPError as error:
-            if error.response.status_code < 500 or last:
+        except _Refused as error:
+            if (error.status < 500 and error.status not in RETRIED) or last:
                 raise HubError(_told(error, what)) from error
+            log.warning("the hub does not answer", extra={"file": what, "status": error.status})
         except Exception as error:  # of the library's transport, which depends on its release
             if last:
                 raise HubError(f"{what}: {constants.ENDPOINT} cannot be reached: {error}; run it again") from error
@@ -370,14 +388,14 @@ def _pauses() -> list[float | None]:
     return [FIRST_PAUSE_S * 2**number for number in range(TRIES - 1)] + [None]
 
 
-def _told(error: HfHubHTTPError, what: str) -> str:
-    endpoint, status = constants.ENDPOINT, error.response.status_code
-    if isinstance(error, GatedRepoError):
+def _told(error: _Refused, what: str) -> str:
+    endpoint = constants.ENDPOINT
+    if error.code == "GatedRepo":
         return f"{what}: its owner lets in who has agreed to its terms; do so at {endpoint}, and {TOKEN}"
-    if isinstance(error, RevisionNotFoundError):
+    if error.code == "RevisionNotFound":
         return f"{what}: {endpoint} has the repository, but no such branch, tag or commit"
-    if isinstance(error, RepositoryNotFoundError):
+    if error.code == "RepoNotFound" or (error.status == 401 and error.message != UNKNOWN_TOKEN):
         return f"{what} is not at {endpoint}, or is private; check its name, and for a private one {TOKEN}"
-    if status == 401:
+    if error.status == 401:
         return f"{what}: {endpoint} refuses the token; {TOKEN}"
-    return f"{what}: {endpoint} answers {status}; run it again, or check the name and the token"
+    return f"{what}: {endpoint} answers {error.status}; run it again, or check the name and the token"

@@ -19,11 +19,13 @@ from support.hub import LocalHub, Repository, local_hub
 from support.waiting import wait_until
 
 from edgemoe.errors import HubError, StoreInUse
+from edgemoe.store import hub as hub_module
 from edgemoe.store.catalog import find_stores, remove, verify
-from edgemoe.store.hub import RepositoryListing, check_names
+from edgemoe.store.hub import Hub, RepositoryListing, check_names
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, SHARDS, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack
+from tools.attacking.hostile_hub import REPLIES, hostile_hub
 
 Make = Callable[..., Path]
 NAME = "makers/tiny-moe"
@@ -297,3 +299,22 @@ def test_a_repository_without_ggufs_has_no_quantisation_to_name(hub: LocalHub, p
     hub.repositories[NAME] = Repository(published)
     (done,) = puller.run((NAME, "--quant", "Q4_K_M"))
     assert "has no GGUF files; leave --quant out" in done.err
+
+
+REFUSED = (
+    *("endless listing", "endless refusal", "endless failure", "redirect to a file", "escape sequences in a refusal"),
+    *("deep listing", "listing with a long number", "many files", "impossible sizes"),
+)  # without the ones that take seconds, which tests/tools has
+
+
+@pytest.mark.parametrize("reply", REFUSED)
+def test_endless_and_lying_answers_of_a_hub_are_refused_by_a_short_error(
+    reply: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "FIRST_PAUSE_S", 0.0)
+    with hostile_hub(REPLIES[reply]) as address:
+        monkeypatch.setattr(hub_module.constants, "ENDPOINT", address)
+        with pytest.raises(HubError) as refused:
+            Hub().list_repository("makers/model", "main")
+    assert len(str(refused.value)) < 1000
+    assert "\x1b" not in str(refused.value)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tools.attacking.attacked import Attacked, attacked_daemon
+from tools.attacking.hostile_files import ATTACKS, attack
 from tools.attacking.measuring import measure
 from tools.attacking.with_key import KEYED
 from tools.attacking.without_key import KEYLESS
@@ -33,3 +34,8 @@ def test_a_daemon_outlives_an_attack_and_answers_its_victim(attacked: Attacked, 
     assert seen.engine_mb - seen.engine_before_mb < GROWTH_MB
     assert seen.front_mb < GROWTH_MB
     assert set(seen.answers) - {"connections", "closed"} <= {"200"} | REFUSALS
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_command_on_hostile_input_ends_in_time_by_a_plain_error(name: str) -> None:
+    assert attack(name).fault == ""

@@ -61,6 +61,21 @@ class Attacked:
         gaps_s = [after - before for before, after in pairwise(times_s)]
         return StreamedAnswer(answer.status_code, "".join(parts), gaps_s)
 
+    def fresh_s(self) -> float:
+        """Returns how long a new connection with the victim's key takes to get an answer; ASK_S if it gets none."""
+        began_s = time.monotonic()
+        with contextlib.suppress(httpx.TransportError):
+            key = {"authorization": f"Bearer {self.keys[VICTIM]}"}
+            httpx.get(f"http://{self.address}/v1/models", headers=key, timeout=ASK_S).raise_for_status()
+            return time.monotonic() - began_s
+        return ASK_S
+
+    def files(self) -> int:
+        """Counts the open files of the front; 0 where its process is not known."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.front_pid}/fd")) if self.front_pid else 0
+        return 0
+
     def log_lines(self) -> int:
         """Counts the lines of the daemon's log; 0 where it is not known."""
         return self.log.read_bytes().count(b"\n") if self.log else 0

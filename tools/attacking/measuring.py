@@ -21,6 +21,7 @@ SETTLE_S = 2.0  # of an attack, before the victim begins
 RECOVER_S = 60.0  # that recovery is waited for
 SHORT_TOKENS = 16  # of an answer that tells whether the daemon has recovered
 END_S = 30.0
+FRESH = 5  # new connections of the victim's in each round
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class Measured:
     front_mb: float = 0.0  # peak
     engine_mb: float = 0.0  # peak
     engine_before_mb: float = 0.0
+    fresh_s: float = 0.0  # the slowest answer on a new connection of the victim's
+    files: int = 0  # of the front, open at once
     recover_s: float = 0.0
     log_lines: int = 0
     engines: int = 1  # started since the daemon was
@@ -102,6 +105,8 @@ def measure(attack: str, attacked: Attacked, rounds: int, tokens: int) -> Measur
         with attacking(attack, attacked, seen.answers):
             time.sleep(SETTLE_S)
             _add_answer(seen, seen.under_s, attacked.stream(tokens), right)
+            seen.fresh_s = max(seen.fresh_s, *(attacked.fresh_s() for _ in range(FRESH)))
+            seen.files = max(seen.files, attacked.files())
             front, engine = attacked.peaks_mb()
             seen.front_mb, seen.engine_mb = max(front, seen.front_mb), max(engine, seen.engine_mb)
         seen.recover_s = max(seen.recover_s, _recovery_s(attacked, usual_s))

@@ -5,33 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import resource
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 MAX_OPEN = 900  # sockets of one attack at once
+VERY_MANY = 10_000  # sockets of the attacks by number alone, as far as the process may open files
+SITES = 250 * 250  # addresses of loopback
 STYLE = b"GET /page/style.css HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Deed = Callable[[Streams, Counter[str]], Awaitable[None]]
 
 
-async def connect(address: str, receive_bytes: int = 0) -> Streams:
-    """Connects to HOST:PORT, with a receive buffer of that size if it is not 0."""
+async def connect(address: str, receive_bytes: int = 0, source: str = "") -> Streams:
+    """Connects to HOST:PORT, with a receive buffer of that size if it is not 0, and from `source`."""
     host, _, port = address.rpartition(":")
     one = socket.socket()
     one.setblocking(False)
+    if source:
+        one.bind((source, 0))
     if receive_bytes:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     await asyncio.get_running_loop().sock_connect(one, (host, int(port)))
     return await asyncio.open_connection(sock=one)
 
 
-async def _repeat(address: str, seen: Counter[str], at_once: int, deed: Deed, receive_bytes: int = 0) -> None:
-    async def again() -> None:
+async def _repeat(
+    address: str, seen: Counter[str], at_once: int, deed: Deed, receive_bytes: int = 0, sites: int = 0
+) -> None:
+    async def again(number: int) -> None:
+        source = f"127.9.{number % sites // 250}.{number % sites % 250 + 1}" if sites else ""
         while True:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                streams = await connect(address, receive_bytes)
+                streams = await connect(address, receive_bytes, source)
                 seen["connections"] += 1
                 try:
                     await deed(streams, seen)
@@ -40,8 +48,8 @@ async def _repeat(address: str, seen: Counter[str], at_once: int, deed: Deed, re
             await asyncio.sleep(0)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(again())
+        for number in range(at_once):
+            group.create_task(again(number))
 
 
 async def _status(reader: asyncio.StreamReader, seen: Counter[str]) -> None:
@@ -66,6 +74,36 @@ async def idle_connections(address: str, seen: Counter[str]) -> None:
         await asyncio.wait_for(streams[0].read(1), 20)
 
     await _repeat(address, seen, MAX_OPEN, deed)
+
+
+async def _hold(streams: Streams, _: Counter[str]) -> None:
+    await asyncio.wait_for(streams[0].read(1), 600)
+
+
+def _more_files() -> int:
+    """Lets this process open as many files as it may; returns how many sockets it should have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return min(VERY_MANY, most - 100)
+
+
+async def very_many_connections(address: str, seen: Counter[str]) -> None:
+    """Holds 10,000 connections of one address, and opens each again that is closed."""
+    await _repeat(address, seen, _more_files(), _hold)
+
+
+async def connections_of_many_addresses(address: str, seen: Counter[str]) -> None:
+    """Holds 10,000 connections of as many addresses, and opens each again that is closed; on loopback only."""
+    await _repeat(address, seen, _more_files(), _hold, sites=SITES)
+
+
+async def churn_of_many_addresses(address: str, seen: Counter[str]) -> None:
+    """Opens and closes connections of many addresses without a pause; on loopback only."""
+
+    async def deed(streams: Streams, _: Counter[str]) -> None:
+        streams[1].transport.abort()
+
+    await _repeat(address, seen, 256, deed, sites=SITES)
 
 
 async def churn(address: str, seen: Counter[str]) -> None:
@@ -132,6 +170,9 @@ KEYLESS: dict[str, Callable[[str, Counter[str]], Awaitable[None]]] = {
     "unread answers": unread_answers,
     "idle connections": idle_connections,
     "churn": churn,
+    "very many connections": very_many_connections,
+    "connections of many addresses": connections_of_many_addresses,
+    "churn of many addresses": churn_of_many_addresses,
     "slow heads": slow_heads,
     "slow bodies": slow_bodies,
     "wrong keys": wrong_keys,
