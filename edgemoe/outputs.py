@@ -1,11 +1,23 @@
-"""Standard output and error whose terminal or reader has gone."""
+"""Texts from outside as terminals may show them, and output whose terminal or reader has gone."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
+
+# Control characters but tabs and line feeds, and marks that reverse the direction of a line.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+MOST_CHARS = 8000  # of a message
+
+
+def plain(text: str) -> str:
+    """Returns a message as terminals may show it: without control characters, and without its middle if it is long."""
+    if len(text) > MOST_CHARS:
+        text = f"{text[: MOST_CHARS // 2]} [{len(text) - MOST_CHARS} characters] {text[-MOST_CHARS // 2 :]}"
+    return CONTROL.sub("", text)
 
 
 def drop_unwritable() -> bool:

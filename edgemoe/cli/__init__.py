@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from edgemoe.errors import ConfigError, EdgemoeError
-from edgemoe.outputs import drop_unwritable
+from edgemoe.outputs import drop_unwritable, plain
 
 INSTALL = "install edgemoe with what it needs: `pip install .` in its source tree, in a virtual environment"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except EdgemoeError as error:
-        print(f"edgemoe: {error}", file=sys.stderr)
+        print(plain(f"edgemoe: {error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if (error.name or "edgemoe").partition(".")[0] == "edgemoe":
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"edgemoe: {error.name} is not installed here; {INSTALL}", file=sys.stderr)
         return EXIT_FAILED
     except PermissionError as error:
-        print(f"edgemoe: you may not use {error.filename}; run this as who may, or as root", file=sys.stderr)
+        print(plain(f"edgemoe: you may not use {error.filename}; run this as who may, or as root"), file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if drop_unwritable():  # its terminal has gone
                 return EXIT_FAILED
             raise
-        print(f"edgemoe: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(plain(f"edgemoe: {error.filename}: {error.strerror}"), file=sys.stderr)
         return EXIT_FAILED
     finally:
         drop_unwritable()

@@ -15,6 +15,7 @@ from pathlib import Path
 from edgemoe.cli.client import Client, socket_of, wait_for_engine
 from edgemoe.durable import create_file, make_folder, owner_above, replace_file
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.outputs import CONTROL, plain
 from edgemoe.types.json_object import Json
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")  # "/usr/bin ..." is none, and goes to the model
@@ -98,7 +99,7 @@ def converse(talk: Conversation) -> None:
             except EdgemoeError as error:
                 if not to_terminal:
                     raise
-                print(f"edgemoe: {error}", file=sys.stderr)
+                print(plain(f"edgemoe: {error}"), file=sys.stderr)
 
 
 def _lines(prompt: str) -> Iterator[str]:
@@ -140,7 +141,6 @@ def _line_editing() -> Iterator[None]:
             replace_file(file, "".join(f"{line}\n" for line in said[-HISTORY_LINES:]).encode())
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
@@ -198,7 +198,7 @@ def _show(pieces: Iterator[str]) -> str:
     whole, to_terminal = [], sys.stdout.isatty()
     for piece in pieces:
         whole.append(piece)
-        print(_CONTROL.sub("", piece) if to_terminal else piece, end="", flush=True)
+        print(CONTROL.sub("", piece) if to_terminal else piece, end="", flush=True)
     print()
     return "".join(whole)
 

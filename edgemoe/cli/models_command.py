@@ -16,6 +16,7 @@ from edgemoe.cli.output import console
 from edgemoe.cli.served_models_table import served_table
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.outputs import CONTROL
 from edgemoe.rights import become_owner
 from edgemoe.store import catalog as models
 
@@ -42,7 +43,7 @@ def _list(store_dir: Path, *, as_json: bool) -> None:
     else:
         screen = console()
         listed = models.listing(store_dir, screen.width)
-        print(listed) if isinstance(listed, str) else screen.print(listed)
+        print(CONTROL.sub("", listed)) if isinstance(listed, str) else screen.print(listed)
 
 
 def _show_served(args: argparse.Namespace) -> None:

@@ -20,9 +20,8 @@ from urllib.parse import quote
 
 import msgspec
 import xxhash
-from huggingface_hub import constants, get_token, hf_hub_url
+from huggingface_hub import constants, get_session, get_token, hf_hub_url
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import get_session
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from msgspec import Meta
 
