@@ -142,6 +142,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         ("the experts' width", feed_forward.width, 1 << 22),
         ("the dense layers' width", feed_forward.dense_width, 1 << 22),
         ("the shared experts' width", feed_forward.shared_width, 1 << 22),
+        ("the experts' latent width", feed_forward.latent, 1 << 20),
         ("the number of experts", router.experts, 1 << 15),
         ("the number of layers for predicting several tokens", spec.extra_layers, MOST_LAYERS),
         ("max_position_embeddings", spec.context_tokens, 1 << 31),
@@ -152,6 +153,7 @@ def _check_sizes(spec: ModelSpec) -> None:
     for fault, what in (
         (spec.layers * router.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
         (spec.hidden % 2 or feed_forward.width % 2, "hidden_size and the experts' width must be even"),
+        (feed_forward.latent % 2, "the experts' latent width must be even"),
         (router.top_k > router.experts, "num_experts_per_tok must be at most the number of experts"),
         (not spec.expert_layers, "no layer has experts"),
         (dense and not feed_forward.dense_width, "it has dense layers, but not their width"),

@@ -203,10 +203,11 @@ HYBRID_FAMILIES = (
             "bare_layers": layers_of_part(LINEAR, FULL),
             "dense_width": whole("intermediate_size", default=0),
             "shared_width": whole("moe_shared_expert_intermediate_size", default=0),
+            "latent": whole("moe_latent_size", default=0),
         },
         block={
             "eps": number("layer_norm_epsilon", default=1e-5),
-            "tied": flag("tie_word_embeddings"),
+            "tied": choice("tie_word_embeddings", {False: False}, False),
             "norms": "alone",
         },
     ),

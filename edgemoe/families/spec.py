@@ -243,6 +243,7 @@ class FeedForwardSpec:
     shared_gate: bool = False  # its output is weighted by a sigmoid
     shared_factor: float = 1.0  # of its output
     shared_stacked: bool = False  # its gate and up are one matrix
+    latent: int = 0  # width in which routed experts work, between two projections; 0: the hidden size
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +329,7 @@ class ModelSpec:
             layers=len(self.expert_layers),
             experts=router.experts,
             top_k=router.top_k,
-            hidden=self.hidden,
+            hidden=feed_forward.latent or self.hidden,
             width=feed_forward.width,
             dtype=self.dtype,
             activation=feed_forward.activation,
@@ -416,6 +417,9 @@ def _expert_layer_shapes(spec: ModelSpec) -> Tensors:
     if feed_forward.shared_width:
         sizes, stacked = (spec.hidden, feed_forward.shared_width), feed_forward.shared_stacked
         yield from _mlp_shapes("mlp.shared_experts", *sizes, feed_forward.activation, stacked)
+    if feed_forward.latent:
+        yield "mlp.fc1_latent_proj.weight", (feed_forward.latent, spec.hidden)
+        yield "mlp.fc2_latent_proj.weight", (spec.hidden, feed_forward.latent)
     if feed_forward.shared_gate:
         yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
 

@@ -288,7 +288,6 @@ def layers_of_part(*parts: str) -> ConfigReader:
 NEMOTRON_LACKS: dict[str, tuple[bool | int | str, ...]] = {  # switches, and the values that are supported
     "mamba_hidden_act": ("silu",),
     "mlp_bias": (False,),
-    "moe_latent_size": (),
     "n_shared_experts": (1,),
 }
 

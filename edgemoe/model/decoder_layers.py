@@ -101,7 +101,8 @@ def _fed_forward(part: ExpertLayer | Mlp, hidden: torch.Tensor, experts: MoeRunn
     """Returns the output of a layer's second part for its normalised input, both [T, H]."""
     if not isinstance(part, ExpertLayer):
         return part(hidden)
-    output, shared = experts(hidden, hidden), part.shared(hidden)
+    output = part.widened(experts(hidden, part.narrowed(hidden)), hidden.dtype)
+    shared = part.shared(hidden)
     return output if shared is None else output + shared
 
 

@@ -107,11 +107,23 @@ class ExpertLayer:
             self.shared_mlp = Mlp(reader, "mlp.shared_experts", feed_forward.shared_stacked)
         self.factor = feed_forward.shared_factor
         self.shared_gate = reader.read("mlp.shared_expert_gate.weight") if feed_forward.shared_gate else None
+        self.latent_in = self.latent_out = None
+        if feed_forward.latent:
+            self.latent_in = reader.matrix("mlp.fc1_latent_proj.weight")  # [latent, H]
+            self.latent_out = reader.matrix("mlp.fc2_latent_proj.weight")  # [H, latent]
 
     @property
     def has_shared(self) -> bool:
         """Returns whether tokens share something."""
         return self.shared_mlp is not None
+
+    def narrowed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the routed experts' input for `hidden` [T, H], in the width in which they work."""
+        return hidden if self.latent_in is None else self.latent_in(hidden)
+
+    def widened(self, output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the routed experts' sum [T, H]. Where it is narrower, it is rounded to the model's dtype first."""
+        return output if self.latent_out is None else self.latent_out(output.to(dtype))
 
     def shared(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Returns the shared experts' output, [T, H] in the model's dtype; None without any."""

@@ -62,7 +62,7 @@ class FusedDecoder:
             layer = int(step["layer"][0])
             if places is None and experts.lookahead and batch.decode:
                 self._hint(experts, layer, tokens)
-            plan.mixed[:tokens] = experts.forward(layer, plan.hidden[:tokens], ids[layer], weights[layer])
+            plan.mixed[:tokens] = experts.forward(layer, plan.given[:tokens], ids[layer], weights[layer])
             step["next"] += 1
             self._kernels.step(step.ctypes.data)
         if places is not None:

@@ -17,7 +17,7 @@ from edgemoe.model.decoder_layers import DecoderLayer, MoeRunner, SerialLayer
 from edgemoe.model.delta_net import NORM_EPS, DeltaNet
 from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import Norm
-from edgemoe.model.feed_forward import ExpertLayer, Gate
+from edgemoe.model.feed_forward import ExpertLayer
 from edgemoe.model.kv import CodedKV, LayerStates
 from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.mamba import Mamba
@@ -60,7 +60,7 @@ def compute(layer: DecoderLayer, residual: torch.Tensor, step: StepContext, call
         _step_convolution(layer, layer.attention, residual, step)
     elif layer.attention is not None:
         residual.add_(layer.attention(normalised(residual, layer.norm, layer.dtype), step), alpha=layer.factor)
-    if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward.gate):
+    if isinstance(layer.feed_forward, ExpertLayer) and _is_chosen_by_kernel(layer.feed_forward):
         calls.add_experts(layer, layer.feed_forward, residual)
     else:
         layer.feed_in(residual, calls)
@@ -75,10 +75,10 @@ def _is_coded(step: StepContext, layer: int) -> bool:
     return isinstance(step.kv.layers[layer], CodedKV)
 
 
-def _is_chosen_by_kernel(gate: Gate) -> bool:
-    router = gate.router
+def _is_chosen_by_kernel(layer: ExpertLayer) -> bool:
+    gate, router = layer.gate, layer.gate.router
     grouped = router.top_groups != router.groups
-    plain = gate.input_scale is None and not router.logit_cap and not router.added_mass
+    plain = gate.input_scale is None and not router.logit_cap and not router.added_mass and layer.latent_in is None
     return plain and not (grouped and router.experts & (router.experts - 1))
 
 

@@ -111,11 +111,26 @@ class LayerPlanner:
                 shared = shared._replace(gate=plan.buffer("shared.gate", 1))
                 products.append(plan.part(weight, given, shared.gate))
             sources.append(shared)
+        if part.latent_in is not None:
+            narrowed = plan.buffer("experts.in", len(part.latent_in))
+            products.append(plan.part(part.latent_in, given, narrowed))
         plan.multiply(products)
+        if part.latent_in is not None:
+            plan.give(narrowed)
         if part.shared_mlp is not None:
             plan.network("shared", part.shared_mlp, both)
         self._route(part.gate)
+        if part.latent_out is not None:
+            sources[0] = self._widened(part.latent_out)
         return sources
+
+    def _widened(self, matrix: DenseMatrix) -> Source:
+        """Adds the product of the experts' sum with a matrix."""
+        plan, packed = self.plan, self.plan.packed("experts.mixed", matrix.columns, [matrix])
+        plan.weigh(plan.mixed.data_ptr(), matrix.columns, packed)
+        result = plan.buffer("experts.out", len(matrix))
+        plan.multiply([plan.part(matrix, packed, result)])
+        return Source(result)
 
     def experts(self, gate: Gate, chosen_by: Packed) -> Source:
         """Adds experts whose gate has an input of its own."""
@@ -162,6 +177,7 @@ def _fed(part: ExpertLayer | Mlp, plan: StepPlan) -> list[DenseMatrix]:
     if isinstance(part, Mlp):
         return [part.gate_up]
     networks = [] if part.shared_mlp is None else [part.shared_mlp.gate_up]
+    networks += [] if part.latent_in is None else [part.latent_in]
     small = [part.gate.weight] if part.shared_gate is None else [part.gate.weight, part.shared_gate]
     return [*networks, *map(plain_matrix, small)]
 

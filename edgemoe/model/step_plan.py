@@ -82,7 +82,10 @@ class StepPlan:
         self.step = np.zeros(1, STEP)
         self.residual = torch.zeros(FEW_TOKENS, spec.hidden)
         self.hidden = torch.zeros(FEW_TOKENS, spec.hidden, dtype=DTYPES[spec.dtype])
-        self.mixed = torch.zeros(FEW_TOKENS, spec.hidden)  # the experts' sum
+        self.given = self.hidden  # the experts' input
+        if spec.feed_forward.latent:
+            self.given = torch.zeros(FEW_TOKENS, spec.feed_forward.latent, dtype=DTYPES[spec.dtype])
+        self.mixed = torch.zeros(self.given.shape)  # the experts' sum
         self.reads, self.writes = (np.zeros(FEW_TOKENS, np.int64) for _ in range(2))  # slots of states
         self.attention: Record = np.zeros(spec.layers, ATTENTION)
         self.angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -140,7 +143,7 @@ class StepPlan:
         self._stages.append((ATTENTION_STAGE, 0, record.ctypes.data, 0, 0))
 
     def experts(self, layer: int) -> None:
-        """Adds the experts of a layer, counted among layers with experts, from `hidden` to `mixed`."""
+        """Adds the experts of a layer, counted among layers with experts, from `given` to `mixed`."""
         self._stages.append((EXPERTS_OF, 0, layer, 0, 0))
 
     def packed(self, name: str, width: int, matrices: Sequence[DenseMatrix]) -> Packed:
@@ -210,6 +213,11 @@ class StepPlan:
         self.chunks(make_join(self.kernels.bf16), job)
         return packed
 
+    def give(self, x: int) -> None:
+        """Adds a stage that copies a vector to the experts' input, in the model's type."""
+        job = self.record(JOIN, residual=x, width=self.given.shape[1], plain=x, hidden=self.given.data_ptr())
+        self.chunks(make_join(self.kernels.bf16), job)
+
     def normalised(self, name: str, x: int, width: int, norm: Norm, matrices: Sequence[DenseMatrix]) -> Packed:
         """Adds the norm of a vector that is not the residual. Returns it as these matrices want it."""
         packed = self.packed(name, width, matrices)
@@ -238,8 +246,8 @@ class StepPlan:
                 record[name] = value
         self._kept.append(stages)
         step["stages"], step["stage_count"], step["iota"] = stages.ctypes.data, len(stages), self.kernels.iota
-        step["width"], step["experts"], step["k"] = self.spec.hidden, router.experts, router.top_k
-        step["hidden"], step["mixed"] = self.hidden.data_ptr(), self.mixed.data_ptr()
+        step["width"], step["experts"], step["k"] = self.given.shape[1], router.experts, router.top_k
+        step["hidden"], step["mixed"] = self.given.data_ptr(), self.mixed.data_ptr()
         for name in ("slots", "offsets", "index"):
             step[name] = self.room(pairs + 1, np.int64)
         step["shares"], step["counts"] = self.room(pairs), self.room(router.experts, np.int64)

@@ -46,6 +46,7 @@ def test_listed_parts_say_the_same_as_a_pattern() -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"n_shared_experts": 2}, "n_shared_experts"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"time_step_limit": [0.001, 0.1]}, "time_step_limit"),

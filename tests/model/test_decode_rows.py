@@ -26,6 +26,7 @@ JOINING = (
     "qwen3_moe by turns",
     "qwen3_5_moe by turns",
 )  # sequences join and leave: plain layers, and layers with states
+WITHOUT_GATES = "nemotron_h without latents"  # experts that read the hidden state itself
 
 
 def turn(family: str) -> str:
@@ -34,7 +35,7 @@ def turn(family: str) -> str:
 
 
 CASES = [case for family in FAMILIES for case in (family, f"{family} int8", f"{family} by turns")]
-GATE = [*JOINING, *(turn(family) for family in DISTINCT)]
+GATE = [*JOINING, WITHOUT_GATES, *(turn(family) for family in DISTINCT)]
 SLOW = [case for case in CASES if case not in GATE]
 
 

@@ -42,6 +42,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "glm4_moe",
         {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
     ),
+    ("nemotron_h", {"moe_latent_size": None}),
+    ("nemotron_h", {"n_group": 1, "topk_group": 1, "use_conv_bias": False, "use_bias": True}),
     ("dots1", {"n_group": 4, "topk_group": 1, "norm_topk_prob": False}),
     ("hunyuan_v1_moe", {"rope_parameters": None, "tie_word_embeddings": True}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),

@@ -34,6 +34,7 @@ from support.slotted_experts import EachTwice, SlottedExperts
 from support.tiny_models import FAMILIES, SIZES, Session, Tiny, load_tiny
 
 PROMPTS = (list(range(100, 133)), [7], list(range(40, 56)))  # one ends at the end of a block
+VARIANTS: dict[str, dict[str, Any]] = {"without latents": {"moe_latent_size": None}}
 BY_TURNS = ((0,), (0, 1, 2), (0, 1))  # the sequences of each step
 
 
@@ -65,11 +66,11 @@ class Watched(DecodeRows):
         self.asked.extend(questions.asked)
 
 
-def make(family: str, dtype: torch.dtype, directory: Path) -> Tiny:
+def make(family: str, dtype: torch.dtype, directory: Path, changes: dict[str, Any]) -> Tiny:
     """Makes a random checkpoint of a family, without kernels."""
     config_class, model_class, own = FAMILIES[family]
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SIZES, **own})).to(dtype).eval()
+    model = model_class(config_class(**{**SIZES, **own, **changes})).to(dtype).eval()
     for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name.endswith((".scale", "expert_scale", "scalar", "bias", "sinks")) or "norm" in name:
             parameter.data += torch.randn_like(parameter) * 0.1
@@ -116,7 +117,7 @@ def main() -> None:
         family, _, rest = case.partition(" ")
         steps = BY_TURNS if rest == "by turns" else BY_TURNS[1:2]
         with tempfile.TemporaryDirectory() as directory:
-            found[case] = far(make(family, dtype, Path(directory)), rest == "int8", steps)
+            found[case] = far(make(family, dtype, Path(directory), VARIANTS.get(rest, {})), rest == "int8", steps)
             print(case, found[case], file=sys.stderr, flush=True)
     print(json.dumps(found))
 

@@ -343,6 +343,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
             "n_routed_experts": 8,
             "moe_intermediate_size": 48,
             "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 32,
             "intermediate_size": 72,
             "routed_scaling_factor": 2.5,
             "n_group": 4,
