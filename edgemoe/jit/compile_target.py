@@ -6,6 +6,7 @@ obeys `TARGET`, and every constant that depends on the processor is derived from
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import sys
 from collections.abc import Iterable
@@ -61,7 +62,11 @@ X86 = {
     "cooperlake": BF16,
     **{member: kind.features for kind in KINDS.values() for member in kind.members},
 }
-ARM = ("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2", "generic")
+NEON, DOTPROD = frozenset({"neon"}), frozenset({"dotprod"})  # our code asks for either
+ARM = {"generic": NEON, **dict.fromkeys(("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2"), DOTPROD)}
+AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20  # of Linux
+MACHINE_INTRINSICS = ("llvm.x86.", "llvm.aarch64.")
+FOREIGN = "foreign."  # in Numba's code, stands before the names of another machine's intrinsics
 MACHINES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}  # with LLVM's triples
 
 
@@ -105,6 +110,8 @@ def host() -> CompileTarget:
     """Returns the processor of this machine, with all its features."""
     features = llvm.get_host_cpu_features()
     has = frozenset(name for name, there in features.items() if there)
+    if platform.machine() == "aarch64":  # LLVM does not know all
+        has |= NEON | (DOTPROD if ctypes.CDLL(None).getauxval(AT_HWCAP) & HWCAP_ASIMDDP else NONE)
     return CompileTarget(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
 
 
@@ -113,17 +120,17 @@ def named(name: str) -> CompileTarget:
     if name in X86:
         return CompileTarget(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
     if name in ARM:
-        return CompileTarget(name, NONE, "", "aarch64")
+        return CompileTarget(name, ARM[name], "", "aarch64")
     raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
 
 
 def kind_of(target: CompileTarget) -> CompileTarget:
     """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind.
 
-    All Arm processors are one kind: our code uses NEON, which all of them have.
+    Arm processors are of two kinds: those that multiply bytes (Armv8.2 with `dotprod`), and all others.
     """
     if target.machine == "aarch64":
-        return named("generic")
+        return named("cortex-a76" if target.has(*DOTPROD) else "generic")
     for name, kind in KINDS.items():
         if target.name in kind.members and target.has(*kind.needed):
             return named(name)

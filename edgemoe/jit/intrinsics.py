@@ -7,7 +7,7 @@ same job (see `thread_pool`). An address is an int64; `record` reads a job's fie
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -18,7 +18,7 @@ import numba.np.arrayobj
 import numpy as np
 from llvmlite import ir
 
-from edgemoe.jit.compile_target import TARGET
+from edgemoe.jit.compile_target import FOREIGN, MACHINE_INTRINSICS, TARGET
 
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
@@ -267,17 +267,26 @@ def atomic_replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), emit
 
 
+def instruction(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """Calls an LLVM intrinsic.
+
+    Numba's engine knows this machine's only. Another machine's is a function to it, which `llvm_module` renames.
+    """
+    if name.startswith(MACHINE_INTRINSICS) and not TARGET.is_native:
+        name = f"{FOREIGN}{name}"
+        llvm.add_symbol(name, llvm.address_of_symbol("abort"))
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
 @intrinsic
 def pause(typing: Any) -> Any:
     """Tells the processor that this thread spins (the pause instruction)."""
     names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
     def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
-        if TARGET.is_native and TARGET.machine in names:  # Numba's engine knows this machine's instructions only
-            name, operands = names[TARGET.machine]
-            constants = [ir.Constant(ir.IntType(32), operand) for operand in operands]
-            kind = ir.FunctionType(ir.VoidType(), [constant.type for constant in constants])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), constants)
+        name, operands = names[TARGET.machine]
+        instruction(builder, name, ir.VoidType(), [ir.Constant(ir.IntType(32), operand) for operand in operands])
         return context.get_dummy_value()
 
     return types.void(), emit

@@ -33,7 +33,7 @@ from numba.core.runtime.nrt import rtsys
 
 from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
-from edgemoe.jit.compile_target import TARGET, CompileTarget
+from edgemoe.jit.compile_target import FOREIGN, TARGET, CompileTarget
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
@@ -247,7 +247,7 @@ def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
 
 def llvm_module(code: Code, target: CompileTarget) -> Any:
     """Returns the LLVM code of a function, for another kind of machine if the target is one."""
-    text = code.compiled.inspect_llvm()
+    text = code.compiled.inspect_llvm().replace(f"@{FOREIGN}", "@")
     if not target.is_native:
         machine = target.machine_code()
         text = re.sub(r'target triple = ".*"', f'target triple = "{machine.triple}"', text)

@@ -24,6 +24,16 @@ ASK = (
     "code = TARGET.machine_code().emit_assembly(ours)\n"
     "print(LANES, PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
 )
+ASK_ARM = (
+    "from edgemoe.jit.compile_target import TARGET\n"
+    "from edgemoe.jit.object_cache import llvm_module\n"
+    "from edgemoe.kernels.cpu.encoded.row_code import WORDS, make_encoded_rows, usable\n"
+    "from edgemoe.types.encoding import INT4\n"
+    "(instructions,) = usable(True)\n"
+    "ours = llvm_module(make_encoded_rows(INT4, instructions, WORDS), TARGET)\n"
+    "lines = TARGET.machine_code().emit_assembly(ours).splitlines()\n"
+    "print(instructions.name, *sorted({line.split()[0] for line in lines if line.startswith('\\t')}))\n"
+)
 
 
 def _asked(program: str, processor: str) -> str:
@@ -36,8 +46,8 @@ def _asked(program: str, processor: str) -> str:
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        ("haswell", "8 False ['avx2', 'portable'] False True"),
-        ("skylake-avx512", "16 False ['avx2', 'portable'] False True"),  # for loops LLVM prefers 256 bits
+        ("haswell", "8 False ['avx2'] False True"),
+        ("skylake-avx512", "16 False ['avx2'] False True"),  # for loops LLVM prefers 256 bits
     ],
 )
 def test_all_code_obeys_the_setting_and_numbas_own_too(processor: str, expected: str) -> None:
@@ -87,9 +97,19 @@ def test_a_processor_of_a_kind_runs_the_codes_of_the_kind(kind: str, member: str
 
 
 @pytest.mark.parametrize("name", [*ARM, "apple-m1"])
-def test_all_arm_processors_run_the_same_codes(name: str) -> None:
+def test_arm_processors_run_one_code_with_products_of_bytes_and_one_without(name: str) -> None:
     asked = CompileTarget(name, frozenset({"neon", "dotprod"}), "+neon,+dotprod", "aarch64")
-    assert kind_of(asked) == named("generic")
+    assert kind_of(asked) == named("cortex-a76")
+    assert kind_of(replace(asked, features=frozenset({"neon"}))) == named("generic")
+
+
+@pytest.mark.parametrize(("processor", "expected"), [("generic", "neon"), ("neoverse-n1", "dotprod")])
+def test_code_for_arm_has_arms_instructions_wherever_it_is_compiled(processor: str, expected: str) -> None:
+    instructions = {"neon": {"smull", "addp", "sadalp"}, "dotprod": {"sdot"}}
+    found = _asked(ASK_ARM, processor).split()
+    assert found[0] == expected
+    assert instructions[expected] <= set(found[1:])
+    assert set(found[1:]).isdisjoint(*(each for name, each in instructions.items() if name != expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.jit.compile_target import ARM, KINDS
+from edgemoe.jit.compile_target import ARM, DOTPROD, KINDS
 from edgemoe.jit.env import PROCESSOR
 
 TESTS = Path(__file__).parents[1]
-GROUPS = {name: kind.members for name, kind in KINDS.items()} | {"neoverse-n1": ARM}
+GROUPS = {name: kind.members for name, kind in KINDS.items()}
+GROUPS |= {"cortex-a76": tuple(name for name, has in ARM.items() if has == DOTPROD), "generic": ("generic",)}
 LIBC = {"memcpy", "memmove", "memset", "sched_yield", "sem_post", "sem_timedwait", "sem_wait"}
 LIBM = {"expf", "log10", "logf", "pow"}
 PYTHON = {

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numba.core.cgutils
 from llvmlite import ir
 
 from edgemoe.encodings.rows import E2M1
 from edgemoe.jit.compile_target import TARGET
+from edgemoe.jit.intrinsics import instruction
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
-cgutils: Any = numba.core.cgutils
 F32, I64 = ir.FloatType(), ir.IntType(64)
 I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 EXCESS = {"int8": 128, "int4": 8, "mxfp4": 12}  # added to whole numbers where an instruction wants them unsigned
@@ -40,8 +39,9 @@ class Instructions:
 
 AVX512 = Instructions("avx512", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))
 AVX2 = Instructions("avx2", 8, ("avx2", "fma", "f16c"))
-PORTABLE = Instructions("portable", 8)
-EVERY = (AVX512, AVX2, PORTABLE)
+DOTPROD = Instructions("dotprod", 4, ("dotprod",))
+NEON = Instructions("neon", 4, ("neon",))
+EVERY = (AVX512, AVX2, DOTPROD, NEON)
 
 
 class CodeVectors:
@@ -57,8 +57,7 @@ class CodeVectors:
         return ir.Constant(kind, [value] * kind.count)
 
     def call(self, name: str, result: Any, *arguments: Any) -> Any:
-        kind = ir.FunctionType(result, [argument.type for argument in arguments])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), arguments)
+        return instruction(self.b, name, result, arguments)
 
     def load(self, address: Any, kind: Any, mask: Any = None) -> Any:
         """Reads a vector; lanes that `mask` leaves out are 0 and are not read."""
@@ -83,6 +82,19 @@ class CodeVectors:
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), self.b.trunc(count, I32), ir.Constant(I32, 0))
         every = self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), self.splat(kind, 0))
         return self.b.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
+
+    def lanes_left(self, left: Any) -> Iterator[Any]:
+        """Writes a branch for a run that has fewer lanes: yields None where a whole vector is left, else `left`."""
+        b, whole, masked = self.b, ir.Constant(I64, self.lanes), ir.Constant(I64, 0)
+        if self.instructions in (AVX512, AVX2):  # which read under a mask as fast
+            with b.if_then(b.icmp_signed(">", left, masked)):
+                yield left
+            return
+        with b.if_else(b.icmp_signed(">=", left, whole)) as (full, rest):
+            with full:
+                yield None
+            with rest, b.if_then(b.icmp_signed(">", left, masked)):
+                yield left
 
     def columns(self, codes: Any, lanes: Any, mask: Any) -> Iterator[Any]:
         """Yields the weights of each column of the lanes from `codes` on, without their scale."""
@@ -125,34 +137,23 @@ class CodeVectors:
         code = self.b.and_(moved, self.splat(self.words, 15))
         if self.encoding.name == "int4":
             return self.b.sitofp(self.b.sub(code, self.splat(self.words, 8)), self.floats)
-        whole = self.doubled(code, self.words)
-        return self.b.fmul(self.b.sitofp(whole, self.floats), self.splat(self.floats, 0.5))
+        whole = self.b.sitofp(self.signed(self.looked_up(DOUBLED, code), 0, 8), self.floats)
+        return self.b.fmul(whole, self.splat(self.floats, 0.5))
 
-    def doubled(self, code: Any, kind: Any) -> Any:
-        """Returns twice the values of E2M1 codes, as whole numbers, with comparisons only."""
-        size = self.b.and_(code, self.splat(kind, 7))
-        for above, value in ((7, 12), (6, 8), (5, 6)):
-            high = self.b.icmp_unsigned("==", self.b.and_(code, self.splat(kind, 7)), self.splat(kind, above))
-            size = self.b.select(high, self.splat(kind, value), size)
-        negative = self.b.icmp_unsigned(">=", code, self.splat(kind, 8))
-        return self.b.select(negative, self.b.neg(size), size)
+    def looked_up(self, values: list[int], codes: Any) -> Any:
+        """Returns words in whose place of each byte, 0 to 15, stands one of 16 values."""
+        names = {AVX512: "llvm.x86.avx512.pshuf.b.512", AVX2: "llvm.x86.avx2.pshuf.b"}
+        name = names.get(self.instructions, "llvm.aarch64.neon.tbl1.v16i8")
+        table = ir.Constant(self.bytes, values * (self.lanes // 4))
+        return self.b.bitcast(self.call(name, self.bytes, table, self.b.bitcast(codes, self.bytes)), self.words)
 
     def eighths(self, address: Any, mask: Any) -> Any:
         """Returns the weights of fp8, less a factor of 256, whose codes lie at `address`, a byte for each lane."""
         halves = ir.VectorType(I16, self.lanes)
         codes = self.load(address, ir.VectorType(I8, self.lanes), mask)
-        if self.instructions is not PORTABLE:
-            bits = self.b.shl(self.b.sext(codes, halves), self.splat(halves, 7))
-            bits = self.b.and_(bits, self.splat(halves, 0xBFFF))  # sign, an exponent of 4 bits, mantissa
-            return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes)), self.floats)
-        code = self.b.sext(codes, self.words)
-        size = self.b.and_(code, self.splat(self.words, 127))
-        normal = self.b.add(self.b.shl(size, self.splat(self.words, 20)), self.splat(self.words, 112 << 23))
-        small = self.b.fmul(self.b.sitofp(size, self.floats), self.splat(self.floats, 2.0**-17))
-        is_small = self.b.icmp_signed("<", size, self.splat(self.words, 8))
-        value = self.b.select(is_small, small, self.b.bitcast(normal, self.floats))
-        sign = self.b.and_(code, self.splat(self.words, 1 << 31))
-        return self.b.bitcast(self.b.or_(self.b.bitcast(value, self.words), sign), self.floats)
+        bits = self.b.shl(self.b.sext(codes, halves), self.splat(halves, 7))
+        bits = self.b.and_(bits, self.splat(halves, 0xBFFF))  # sign, an exponent of 4 bits, mantissa
+        return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes)), self.floats)
 
     def scales(self, address: Any, left: Any) -> Any:
         """Returns the lanes' scales, float32, which begin at `address`; `left` lanes have one, where it is no None."""
@@ -183,9 +184,7 @@ def _suffix(kind: Any) -> str:
 
 def excess_of(encoding: Encoding, instructions: Instructions) -> int:
     """Returns by how much weights are too large in products, times the sums of activations to be taken off again."""
-    if instructions is PORTABLE or (instructions is AVX2 and encoding.name == "int8"):
-        return 0
-    return EXCESS[encoding.name]
+    return 0 if encoding.name == "int8" and instructions is not AVX512 else EXCESS[encoding.name]
 
 
 class CodeProducts(CodeVectors):
@@ -201,27 +200,20 @@ class CodeProducts(CodeVectors):
             return [self.b.xor(word, self.splat(self.words, 0x80808080)) if self.excess else word]
         low = self.splat(self.words, 0x0F0F0F0F)
         halves = [self.b.and_(word, low), self.b.and_(self.b.lshr(word, self.splat(self.words, 4)), low)]
-        if self.excess:
-            return halves if self.encoding.name == "int4" else [self._looked_up(half) for half in halves]
-        both = [self.b.bitcast(half, self.bytes) for half in halves]
         if self.encoding.name == "int4":
-            both = [self.b.sub(half, self.splat(self.bytes, 8)) for half in both]
-        else:
-            both = [self.doubled(half, self.bytes) for half in both]
-        return [self.b.bitcast(half, self.words) for half in both]
-
-    def _looked_up(self, codes: Any) -> Any:
-        name = "llvm.x86.avx512.pshuf.b.512" if self.instructions is AVX512 else "llvm.x86.avx2.pshuf.b"
-        values = [value + EXCESS["mxfp4"] for value in DOUBLED] * (self.lanes // 4)
-        found = self.call(name, self.bytes, ir.Constant(self.bytes, values), self.b.bitcast(codes, self.bytes))
-        return self.b.bitcast(found, self.words)
+            return halves
+        values = [value + self.excess for value in DOUBLED]
+        return [self.looked_up(values, half) for half in halves]
 
     def add(self, total: Any, quads: Any, x: Any) -> Any:
         """Returns total + the dot product of each lane's 4 numbers with 4 activations; `total` is None at first."""
+        start = self.splat(self.words, 0) if total is None else total
         if self.instructions is AVX512:
-            start = self.splat(self.words, 0) if total is None else total
             return self.call("llvm.x86.avx512.vpdpbusd.512", self.words, start, quads, x)
-        product = self._by_pairs(quads, x) if self.instructions is AVX2 else self._by_bytes(quads, x)
+        if self.instructions is DOTPROD:
+            both = (self.b.bitcast(each, self.bytes) for each in (quads, x))
+            return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.words, start, *both)
+        product = self._by_pairs(quads, x) if self.instructions is AVX2 else self._by_halves(quads, x)
         return product if total is None else self.b.add(total, product)
 
     def _by_pairs(self, quads: Any, x: Any) -> Any:
@@ -233,6 +225,11 @@ class CodeProducts(CodeVectors):
         twos = self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, weights, numbers)
         return self.call("llvm.x86.avx2.pmadd.wd", self.words, twos, self.splat(self.pairs, 1))
 
-    def _by_bytes(self, quads: Any, x: Any) -> Any:
-        products = [self.b.mul(self.signed(quads, 8 * i, 8), self.signed(x, 8 * i, 8)) for i in range(4)]
-        return self.b.add(self.b.add(products[0], products[1]), self.b.add(products[2], products[3]))
+    def _by_halves(self, quads: Any, x: Any) -> Any:
+        weights, numbers = self.b.bitcast(quads, self.bytes), self.b.bitcast(x, self.bytes)
+        sides, products = [ir.Constant(ir.VectorType(I32, 8), list(range(at, at + 8))) for at in (0, 8)], []
+        for side in sides:
+            two = [self.b.shuffle_vector(each, each, side) for each in (weights, numbers)]
+            products.append(self.call("llvm.aarch64.neon.smull.v8i16", self.pairs, *two))
+        twos = self.call("llvm.aarch64.neon.addp.v8i16", self.pairs, *products)  # 128 * 127 * 2 fits 16 bits
+        return self.call("llvm.aarch64.neon.saddlp.v4i32.v8i16", self.words, twos)

@@ -160,8 +160,8 @@ class _Emitter:
                 self.part(loop.index, self.number(LANES), part, None)
         for part in range(LANES // self.lanes):
             left = b.sub(lanes, self.number(part * self.lanes))
-            with b.if_then(b.icmp_signed(">", left, self.number(0))):
-                self.part(runs, lanes, part, left)
+            for some in self.v.lanes_left(left):
+                self.part(runs, lanes, part, some)
 
     def number(self, value: int) -> Any:
         return ir.Constant(I64, value)

@@ -20,9 +20,9 @@ from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, intrinsic, multiply_add, prefetch, types
 from edgemoe.jit.object_cache import Code, CompiledPart, code, link
 from edgemoe.kernels.cpu.encoded.instructions import (
+    AVX2,
     AVX512,
     EVERY,
-    PORTABLE,
     CodeProducts,
     CodeVectors,
     Instructions,
@@ -120,8 +120,8 @@ class _Emitter:
             prefetch(self.b, self.b.add(soon, place))
         for part in range(LANES // self.lanes):
             left = self.b.sub(lanes, self.number(part * self.lanes))
-            with self.b.if_then(self.b.icmp_signed(">", left, self.number(0))):
-                self.part(rows, vectors, runs, lanes, part, left)
+            for some in self.v.lanes_left(left):
+                self.part(rows, vectors, runs, lanes, part, some)
 
     def part(self, rows: list[Any], vectors: list[Any], run: Any, lanes: Any, part: int, left: Any) -> None:
         """Adds as many lanes of a run as a vector has, from lane part * self.lanes on; `left` of them are there."""
@@ -207,8 +207,11 @@ class _Emitter:
         return b.extract_element(both, ir.Constant(ir.IntType(32), 0))
 
     def halves(self, parts: list[Any]) -> list[Any]:
-        """Returns 16 lanes, in one vector or in two, as two vectors."""
-        return parts if len(parts) == 2 else [self.some(parts[0], 0, 8), self.some(parts[0], 8, 8)]
+        """Returns 16 lanes, in one vector, two or four, as two vectors."""
+        if len(parts) == 1:
+            return [self.some(parts[0], first, 8) for first in (0, 8)]
+        every = ir.Constant(ir.VectorType(ir.IntType(32), 8), list(range(8)))
+        return parts if len(parts) == 2 else [self.b.shuffle_vector(*parts[i : i + 2], every) for i in (0, 2)]
 
     def some(self, vector: Any, first: int, lanes: int) -> Any:
         kind = ir.VectorType(ir.IntType(32), lanes)
@@ -244,7 +247,7 @@ def _dots(encoding: Encoding, instructions: Instructions, parts: int, rows: int,
 @cache
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, parts: int) -> Code:
     """Makes the same as `gemv.make_rows`, for encoded rows; activations are FLOATS or WORDS."""
-    widest = 4 if instructions is AVX512 else 2
+    widest = 2 if instructions is AVX2 else 4  # tokens of one loop: sums for four need 32 registers
     together = TOGETHER if encoding.bits == 4 and instructions is AVX512 else 1
     dots = partial(_dots, encoding, instructions, parts)
     return rows_code("encoded_rows", dots, widest, together)
@@ -318,8 +321,7 @@ class RowCode:
 
 def usable(whole: bool) -> list[Instructions]:
     """Returns the instructions among which the fastest is chosen, the widest first; for floats one."""
-    here = [each for each in EVERY if each.here]
-    candidates = [each for each in here if each is not PORTABLE] or here
+    candidates = [each for each in EVERY if each.here]
     return candidates if whole else candidates[:1]
 
 
