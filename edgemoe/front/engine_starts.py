@@ -25,6 +25,7 @@ LOGGED = re.compile(r'<[0-7]>|\d{4}-\d\d-\d\dT\S+ [A-Z]+ |\{"time": ')
 DETAIL = re.compile(
     r'<[4-7]>|\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO|WARNING) |\{"time": "[^"]*", "level": "(debug|info|warning)"'
 )
+CARETS = re.compile(r"[\s~^]+$")  # a traceback's, below a line of code
 JOURNAL_PREFIX = re.compile(r"^<[0-7]>")
 FAULT = "Fatal Python error: "  # first line of a faulthandler dump
 
@@ -68,8 +69,8 @@ class LastLines:
         return begun
 
     def last_errors(self) -> tuple[str, ...]:
-        """Returns the last few lines, without log lines below the level of errors."""
-        chosen = [line for line in self._lines if not DETAIL.match(line)]
+        """Returns the last few lines, without carets and log lines below the level of errors."""
+        chosen = [line for line in self._lines if not DETAIL.match(line) and not CARETS.match(line)]
         return tuple(JOURNAL_PREFIX.sub("", line).strip()[:TOLD_CHARS] for line in chosen[-TOLD_LINES:])
 
     def _keep(self, whole: bytes) -> None:
@@ -102,8 +103,9 @@ class ProcessDeath:
 
     @property
     def remedy(self) -> str:
-        """Returns the remedy for this kind of death."""
-        return "" if self.fatal else REMEDIES.get(self.kind, REPORT)
+        """Returns the remedy for this kind of death, or for the exception in the last line."""
+        exception = self.lines[-1].partition(":")[0] if self.lines else ""
+        return "" if self.fatal else REMEDIES.get(self.kind) or REMEDIES.get(exception, REPORT)
 
 
 class FailedStarts:

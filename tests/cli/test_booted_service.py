@@ -234,6 +234,31 @@ def test_the_kernel_would_end_the_engine_before_its_front_which_replaces_it(serv
     assert service.show("OOMPolicy") == "continue"
 
 
+def test_the_units_log_says_once_why_no_engine_starts(service: Service) -> None:
+    """Torch needs more addresses than the limit allows, and the front fewer."""
+    file = service.system.root / "etc/systemd/system/edgemoe.service.d/test.conf"
+    file.write_text("[Service]\nLimitAS=600M\n")
+    service.system.run("systemctl", "daemon-reload")
+    service.system.run("systemctl", "restart", "--no-block", "edgemoe")
+    wait_until(lambda: service.health().get("status") == "failed", READY_S)
+    reason = str(service.health()["cannot_start"]["reason"])  # type: ignore[index]
+    assert "3 times" in reason
+    assert "MemoryError" in reason
+    assert "memory.ram_bytes" in reason
+    front = service.show("MainPID")
+    assert service.journal().count("the engine cannot start") == 1
+    assert service.journal().count("engine started") == 3
+    assert reason in service.system.run(*service.ask())
+    assert reason in service.system.run(f"{HOME}/bin/edgemoe", "status", "--json", check=False)
+    assert service.show("MainPID") == front
+    assert service.show("NRestarts") == "0"
+    file.unlink()
+    service.system.run("systemctl", "daemon-reload")
+    service.system.run("systemctl", "restart", "edgemoe")
+    service.wait_until_ready()
+    assert DONE in service.system.run(*service.ask())
+
+
 def test_an_uninstalled_service_leaves_settings_and_models_only(service: Service) -> None:
     service.system.run(f"{HOME}/bin/edgemoe", "service", "uninstall")
     root = service.system.root

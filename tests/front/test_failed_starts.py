@@ -55,6 +55,7 @@ ENDS = {
     "oom": ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "memory.ram_bytes"),
     "illegal": ("os.kill(os.getpid(), signal.SIGILL)", "SIGILL", "another processor"),
     "raises": ("raise TypeError('eos_token: not an integer')", "exit status 1", "eos_token: not an integer"),
+    "no memory": ("bytes(1) + bytearray(1 << 60)", "exit status 1", "memory.ram_bytes"),
     "exits": ("sys.exit(3)", "exit status 3", ""),
 }
 
@@ -110,6 +111,7 @@ async def test_three_deaths_alike_end_the_trying_and_say_why(tmp_path: Path, mod
         assert "3 times" in reason
         assert "`edgemoe reload`" in reason
         assert "INFO" not in reason
+        assert "^^" not in reason
         await asyncio.sleep(0.5)
         assert front.supervisor is not None
         assert front.supervisor.starts == 3
