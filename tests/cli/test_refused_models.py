@@ -56,6 +56,7 @@ def folder_of(config: dict[str, Any] | None, **files: bytes) -> Any:
 REFUSED = {
     "a GGUF file": (file_of(gguf("mamba"), "x.gguf"), ("GGUF of mamba", "supported are", "qwen3moe")),
     "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("x.gguf is cut short", "fetch it again")),
+    "a page in place of a GGUF file": (file_of(b"<html>", "x.gguf"), ("x.gguf is no GGUF file", "fetch it again")),
     "a folder of a GGUF": (folder_of(None, x_gguf=gguf("llama4")), ("GGUF of llama4", "supported are")),
     "a folder of GGUFs": (folder_of(None, x_gguf=gguf("a"), y_gguf=gguf("b")), ("2 models", "x.gguf, y.gguf")),
     "an MLX folder": (folder_of({**MOE, "quantization": MLX}), ("MLX", "edgemoe pull")),

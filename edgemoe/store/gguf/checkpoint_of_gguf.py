@@ -34,9 +34,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def gguf_at(path: Path) -> Path | None:
     """Returns the GGUF file that a path names, or that is the only model of a folder without a config.json.
 
-    Raises CheckpointError where a folder has the files of several models.
+    Raises CheckpointError where a folder has the files of several models, or a file only the name of one.
     """
     if path.is_file():
+        if path.suffix == ".gguf" and not is_gguf(path):
+            raise CheckpointError(f"{path} is no GGUF file, which would begin with GGUF; fetch it again")
         return path if is_gguf(path) else None
     if not path.is_dir() or (path / CONFIG).is_file():
         return None
