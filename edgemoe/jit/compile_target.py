@@ -127,7 +127,7 @@ def named(name: str) -> CompileTarget:
 def kind_of(target: CompileTarget) -> CompileTarget:
     """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind.
 
-    Arm processors are of two kinds: those that multiply bytes (Armv8.2 with `dotprod`), and all others.
+    Arm processors are of two kinds: with `dotprod` (Armv8.2, products of bytes), and without.
     """
     if target.machine == "aarch64":
         return named("cortex-a76" if target.has(*DOTPROD) else "generic")

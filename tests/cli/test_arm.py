@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(command: list[str], home: Path, **env: str) -> Iterator[httpx.Client]:
-    """A client of the daemon that a command starts, whose socket is in `home`."""
+    """Yields a client of the daemon that a command starts. Its socket is in `home`."""
     with (home / "log").open("ab") as log:
         daemon = subprocess.Popen(command, cwd="/", env=os.environ | env, stdout=log, stderr=log)
     try:

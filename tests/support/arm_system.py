@@ -99,7 +99,7 @@ def _untar(listing: subprocess.Popen[bytes], system: Path) -> None:
 
 
 def _describe(system: Path) -> None:
-    """Writes what torch reads of the processor: the kernel tells of this machine's."""
+    """Writes the files in which torch reads about the processor; the kernel describes this machine in them."""
     (system / "proc").unlink(missing_ok=True)  # a link to this machine's
     for folder in ("proc", WHEEL, HOME):
         (system / folder).mkdir(parents=True, exist_ok=True)
