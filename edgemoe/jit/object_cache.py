@@ -42,7 +42,7 @@ _intrinsic: Callable[[Any], Any] = numba.extending.intrinsic
 CompileProgress = Callable[
     [str, int, int], object
 ]  # called with a function's name, the number compiled, and of how many
-KEPT = 48  # most object files in the directory: for several uses, versions, encodings and processors
+KEPT = 128  # most object files in the directory: for several uses, versions, encodings and processors
 DIGEST_BYTES = 16
 PACKAGE = Path(__file__).parents[1]
 BUILT = Path(__file__).parent / "objects"  # made with the wheel (tools/build_hook.py); a source tree has none

@@ -136,7 +136,7 @@ class StepPlan:
 
     def chunks(self, code: Code, record: Record, each: int = 1, fixed: int = 0) -> None:
         """Adds a stage that calls a chunk `each` times for each token, and `fixed` times more."""
-        self._stages.append((CHUNKS, code.address, record.ctypes.data, each, fixed))
+        self._stages.append((CHUNKS, self.kernels.stage_address(code), record.ctypes.data, each, fixed))
 
     def attend(self, record: Record) -> None:
         """Adds attention from an ATTENTION record."""

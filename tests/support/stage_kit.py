@@ -23,6 +23,11 @@ def new_step(tokens: int, **values: int) -> npt.NDArray[Any]:
 def run_stage(kernels: Kernels, step: npt.NDArray[Any], code: Code, job: npt.NDArray[Any], each: int = 1) -> None:
     """Runs a stage `each` times for each token."""
     stage = np.zeros(1, STAGE)
-    stage["kind"], stage["code"], stage["job"], stage["each"] = CHUNKS, code.address, job.ctypes.data, each
+    stage["kind"], stage["code"], stage["job"], stage["each"] = (
+        CHUNKS,
+        kernels.stage_address(code),
+        job.ctypes.data,
+        each,
+    )
     step["stages"], step["stage_count"] = stage.ctypes.data, 1
     kernels.step(step.ctypes.data)

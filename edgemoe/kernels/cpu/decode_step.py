@@ -122,7 +122,7 @@ def _run_experts(control: int, job: int, layer: int) -> bool:
 
 @cache
 def make_step(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """Makes the kernel step(control, STEP record). Returns it and all code that plans and it refer to."""
+    """Makes the kernel step(control, STEP record). Returns it and the code that every plan and it refer to."""
     attention, _, attention_code = make_attention(bf16)
 
     @code(INT, INT)
@@ -139,5 +139,9 @@ def make_step(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
                 return
             s.next += 1
 
-    stages = (*make_stages(bf16), *make_latent(bf16), advance_delta, *STATE_STAGES)
-    return step, (*attention_code, *stages, run_experts, step)
+    return step, (*attention_code, *make_stages(bf16), run_experts, step)
+
+
+def family_stages(bf16: bool) -> tuple[Code, ...]:
+    """Returns the stages that only some families' plans use. Each is linked when a plan first uses it."""
+    return (*make_latent(bf16), advance_delta, *STATE_STAGES)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.jit.object_cache import CompiledPart, CompileProgress, link, no_progress
+from edgemoe.jit.object_cache import Code, CompiledPart, CompileProgress, link, no_progress
 from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
-from edgemoe.kernels.cpu.decode_step import make_step
+from edgemoe.kernels.cpu.decode_step import family_stages, make_step
 from edgemoe.kernels.cpu.encoded.row_code import RowCode
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
@@ -70,7 +70,17 @@ def kernel_part(bf16: bool) -> CompiledPart:
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
     every = (RUN_HELPER, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
     made = (make(bf16)[-1] for make in (*refers, make_product))
-    return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), "bf16" if bf16 else "f32")
+    return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), variant_of(bf16))
+
+
+def stage_parts(bf16: bool) -> list[CompiledPart]:
+    """Returns the stages of some families' decode steps, a part each (see `Kernels.stage_address`)."""
+    return [CompiledPart((stage,), variant_of(bf16)) for stage in family_stages(bf16)]
+
+
+def variant_of(bf16: bool) -> str:
+    """Returns the variant of code for one weight type."""
+    return "bf16" if bf16 else "f32"
 
 
 class Kernels(KernelContext):
@@ -89,7 +99,7 @@ class Kernels(KernelContext):
         byte_activations: bool = True,
     ) -> None:
         super().__init__(threads, bf16, directory, byte_activations)
-        part = kernel_part(bf16)
+        part, self._progress = kernel_part(bf16), progress
         link(part.codes, directory, part.variant, progress)
         attention, pack = make_attention(bf16)[1], make_pack_all(bf16)
         grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]
@@ -208,6 +218,11 @@ class Kernels(KernelContext):
             jobs[name] = self.scratch(f"attention.{name}", count)
         jobs["tokens"], jobs["longest"], jobs["contexts"] = tokens, longest, contexts.ctypes.data
         jobs["tables"], jobs["table_width"] = tables.ctypes.data, tables.shape[1]
+
+    def stage_address(self, stage: Code) -> int:
+        """Returns the address of a stage. At first use one that few families have is compiled, or read from disk."""
+        link((stage,), self._directory, variant_of(self.bf16), self._progress)
+        return stage.address
 
     def step(self, record: int) -> None:
         """Runs the plan of the STEP record at this address, up to a layer whose experts the caller computes."""
