@@ -77,7 +77,7 @@ def test_the_command_line_ends_with_the_suggestion(word: str, capsys: pytest.Cap
 @pytest.mark.parametrize("words", [words for words, parser in COMMANDS if not dict(parser.inner())], ids=" ".join)
 def test_a_source_tree_without_its_dependencies_names_them(words: tuple[str, ...], tmp_path: Path) -> None:
     (parser,) = (parser for other, parser in COMMANDS if other == words)
-    required = [action for action in parser._actions if not action.option_strings and action.nargs is None]
+    required = [action for action in parser._actions if not action.option_strings and action.nargs in (None, "+")]
     said = [next(iter(action.choices)) if action.choices else "x" for action in required]
     bare = "import sys; sys.path.insert(0, sys.argv.pop(1)); from edgemoe.cli import main; sys.exit(main())"
     command = [sys.executable, "-I", "-S", "-c", bare, str(ROOT), *words, *said]
