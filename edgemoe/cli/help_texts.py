@@ -330,12 +330,13 @@ PLAN = """\
 Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` would divide it now; times are measured
 on layers of the model's own shapes with random weights, and how many experts are missing is read from a curve that
 other models' routing gave. It takes up to a minute, more where kernels have to be compiled, and says on standard error
-what it does. With --boxes each layer waits a millisecond for the other boxes. A GPU's speed is not foretold.
+what it does. With --boxes a layer's missing experts are computed by other boxes or read from the disk, as is faster,
+and the last line compares this with one box. A GPU's speed is not foretold.
 
 Examples:
   edgemoe plan ./Qwen3-30B-A3B
   edgemoe plan ./config.json --context 32768 --sequences 8
-  edgemoe plan ./Qwen3-30B-A3B --boxes 3 --set memory.ram_bytes=12GiB
+  edgemoe plan ./Qwen3-30B-A3B --boxes 3 --link 1Gbit/s --disk 3GB/s --set memory.ram_bytes=12GiB
 """
 
 BENCH = """\

@@ -228,9 +228,7 @@ def proxy(subparsers: Any) -> None:
     """Adds the command `edgemoe proxy`."""
     summary = "lead apps to the boxes of a cluster, and go on with answers when one is gone"
     parser = command(subparsers, "proxy", "edgemoe.cli.proxy_command:run", summary, texts.PROXY)
-    parser.add_argument(
-        "front", metavar="ADDRESS", nargs="+", help="http://HOST:PORT of a box, or unix:PATH; best first"
-    )
+    parser.add_argument("front", metavar="ADDRESS", nargs="+", help="http://HOST:PORT or unix:PATH; best first")
     parser.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:8090", help="(default: %(default)s)")
     parser.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead, for its user and group")
     parser.add_argument("--requests", metavar="N", type=int, default=256, help="most at a time (default: %(default)s)")
@@ -287,6 +285,8 @@ def plan(subparsers: Any) -> None:
     parser.add_argument("--sequences", type=int, metavar="N", default=4, help="sequences at once (default: 4)")
     parser.add_argument("--prompt", type=int, metavar="N", default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--boxes", type=int, metavar="N", default=1, help="boxes like this one (default: 1)")
+    parser.add_argument("--link", metavar="RATE", help="between the boxes (default: 1Gbit/s)")
+    parser.add_argument("--disk", metavar="RATE", help="of each box's disk, as in 3GB/s (default: measured here)")
     parser.add_argument(
         "--routing", choices=("usual", "even"), default="usual", help="how unevenly experts are chosen (default: usual)"
     )

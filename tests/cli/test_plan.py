@@ -108,8 +108,28 @@ def test_a_step_takes_its_layers_and_its_misses() -> None:
     assert linked.link_s == pytest.approx(10 * 3 * (1 << 20) / 1e10)
     slow = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.25, link_bytes_per_s=1e8), "even")
     assert slow.link_s == pytest.approx(10 * WORTH_S), "the CPU computes what would take longer to bring up"
-    together = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5, boxes=2), "even")
-    assert (together.disk_s, together.boxes_s) == (0.0, 10 * speed.REMOTE_S)
+
+
+def test_several_boxes_compute_for_each_other_where_that_is_faster_than_the_disk() -> None:
+    sizes, half = replace(MODEL_SIZES, row_bytes=8192), replace(ALL, top=0.5, ram=0.5)
+    alone = speed.step(sizes, WORK, half, "even")
+    slow = replace(half, boxes=2, box_link_bytes_per_s=125e6)
+    layer_s = speed.REMOTE_S + 8192 / 125e6 + 2 * (1 << 20) / 1e10  # two experts of each layer, at one box
+    together = speed.step(sizes, WORK, slow, "even")
+    assert (together.disk_s, together.boxes_s) == (0.0, pytest.approx(10 * layer_s))
+    assert together.total_s < alone.total_s
+    fast_disk = replace(slow, disk_s=tuple(1e-4 * count for count in speed.READ_AT_ONCE))
+    assert speed.step(sizes, WORK, fast_disk, "even").boxes_s == 0.0, "the disk is as fast"
+    slow_disk = tuple(10 * seconds for seconds in DISK_S)
+    few = speed.step(sizes, WORK, replace(slow, top=0.25, ram=0.25, disk_s=slow_disk), "even")
+    assert few.disk_s == pytest.approx(10 * speed.read_s(2, slow_disk)), "half of the experts are in no box's memory"
+    for ram in (0.1, 0.3, 0.6, 0.9, 1.0):
+        for boxes in (2, 3, 8):
+            for rate in (1e6, 1e8, 1e9):
+                one = replace(ALL, top=ram, ram=ram)
+                several = replace(one, boxes=boxes, box_link_bytes_per_s=rate)
+                times = [speed.step(sizes, WORK, places, "usual").total_s for places in (several, one)]
+                assert times[0] <= times[1], "never slower than alone"
 
 
 def test_experts_that_a_step_lacks_are_read_together_and_many_one_after_the_other() -> None:

@@ -23,7 +23,7 @@ from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
-from edgemoe.config.sizes import format_rate, format_size
+from edgemoe.config.sizes import format_rate, format_size, parse_rate
 from edgemoe.errors import CapacityError, ConfigError, EdgemoeError, StoreError
 from edgemoe.experts.compiled_parts import TIERS
 from edgemoe.jit.object_cache import link
@@ -52,6 +52,8 @@ class PlanOptions:
     prompt_tokens: int
     boxes: int
     curve: str
+    box_link_bytes_per_s: float = speed.LINK_BYTES_PER_S  # between boxes
+    disk_bytes_per_s: float = 0.0  # of each box; 0: as measured here
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +153,8 @@ class Planner:
         ram = _share(budgets, budgets.ram_bytes)
         top = ram if device is None else _share(budgets, device.expert_bytes)
         link = device.link_bytes_per_s if device is not None else 0.0
-        rates = self.rates
-        return speed.TierShares(top, ram, link, disk_s, rates.memory_bytes_per_s, boxes)
+        memory, box_link = self.rates.memory_bytes_per_s, self.question.box_link_bytes_per_s
+        return speed.TierShares(top, ram, link, disk_s, memory, boxes, box_link)
 
 
 class PhaseReport:
@@ -180,14 +182,20 @@ def run(args: argparse.Namespace) -> int:
     become_owner(Path(settings.model.store_dir))
     subject = find_model(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
-    question = PlanOptions(context, args.sequences, args.prompt, args.boxes, args.routing)
+    rates = [parse_rate(text) if text else 0.0 for text in (args.link, args.disk)]
+    if min((rate for rate, text in zip(rates, (args.link, args.disk), strict=True) if text), default=1.0) <= 0:
+        raise ConfigError("--link and --disk are rates above 0, as in 1Gbit/s and 3GB/s")
+    question = PlanOptions(
+        context, args.sequences, args.prompt, args.boxes, args.routing, rates[0] or speed.LINK_BYTES_PER_S, rates[1]
+    )
     planner, measured = _measure(subject, question, settings, PhaseReport())
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
+    alone = planner.forecast(*measured[0], boxes=1) if args.boxes > 1 else None
     if args.json:
-        print(json.dumps(_as_json(subject, planner, forecasts, advice), indent=2))
+        print(json.dumps(_as_json(subject, planner, forecasts, advice, alone), indent=2))
     else:
-        console().print(_picture(subject, planner, forecasts, advice))
+        console().print(_picture(subject, planner, forecasts, advice, alone))
     return 0 if any(not each.why for each in forecasts) else 1
 
 
@@ -213,7 +221,11 @@ def _measure(
         kernels.row_code(encoding)
     say("reading the disk")
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
-    reads = read_times(Path(stores), sizes, speed.READ_AT_ONCE)
+    reads = (
+        read_times(Path(stores), sizes, speed.READ_AT_ONCE)
+        if not question.disk_bytes_per_s
+        else [tuple(count * size / question.disk_bytes_per_s for count in speed.READ_AT_ONCE) for size in sizes]
+    )
     disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
     device = settings.device[0]
     rates = MachineRates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
@@ -253,9 +265,14 @@ def _share(budgets: Budgets, size_bytes: int) -> float:
 
 
 def _as_json(
-    subject: PlannedModel, planner: Planner, forecasts: Sequence[SpeedForecast], advice: Sequence[tuple[str, float]]
+    subject: PlannedModel,
+    planner: Planner,
+    forecasts: Sequence[SpeedForecast],
+    advice: Sequence[tuple[str, float]],
+    alone: SpeedForecast | None,
 ) -> dict[str, object]:
-    return {
+    one_box = {"one_box": asdict(alone)} if alone is not None else {}
+    return one_box | {
         "model": subject.name,
         "family": subject.spec.family,
         "question": asdict(planner.question),
@@ -267,7 +284,11 @@ def _as_json(
 
 
 def _picture(
-    subject: PlannedModel, planner: Planner, forecasts: Sequence[SpeedForecast], advice: Sequence[tuple[str, float]]
+    subject: PlannedModel,
+    planner: Planner,
+    forecasts: Sequence[SpeedForecast],
+    advice: Sequence[tuple[str, float]],
+    alone: SpeedForecast | None,
 ) -> Group:
     question, rates, geometry = planner.question, planner.rates, subject.spec.geometry
     table = Table(title=f"{subject.name} ({subject.spec.family}) on {_boxes(question.boxes)}")
@@ -291,9 +312,23 @@ def _picture(
         f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores {disk}, "
         f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
+        *([compared(question, forecasts[0], alone)] if alone is not None else []),
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
     ]
     return Group(table, "\n".join(lines))
+
+
+def compared(question: PlanOptions, together: SpeedForecast, alone: SpeedForecast) -> str:
+    """Returns a line that compares several boxes with one of them, for the model as it is."""
+    boxes = f"{_boxes(question.boxes)}, at {format_rate(question.box_link_bytes_per_s)}"
+    if not (together.tokens_per_s and alone.tokens_per_s):
+        return f"{boxes}: not compared with one box ({together.why or together.limit or alone.limit})."
+    gain = together.tokens_per_s / alone.tokens_per_s
+    speeds = f"{together.tokens_per_s:.1f} tokens/s, one alone {alone.tokens_per_s:.1f}"
+    if gain > 1.02:
+        return f"{boxes}: {speeds}, {gain:.1f} times as fast."
+    why = "all experts fit into its memory" if not alone.on_disk else "its disk brings experts as soon as the others do"
+    return f"{boxes}: {speeds}: no gain, for {why}. Several boxes then stand the death of one, and share requests."
 
 
 def _boxes(boxes: int) -> str:

@@ -111,7 +111,8 @@ HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
 MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
 READ_AT_ONCE = (1, 2, 4, 8)  # experts; more are read one after the other
 STEP_S = 1.4e-3  # of a step that no layer takes: scheduling, sampling, and messages; on two cores of an EPYC
-REMOTE_S = 1e-3  # that a layer waits for the boxes it calls, side by side
+REMOTE_S = 1e-3  # of a layer's calls to other boxes, side by side, beside rows on the link and computing
+LINK_BYTES_PER_S = 125e6  # between boxes, where no rate is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class PlannedSizes:
     experts: int  # of a layer
     top_k: int
     expert_bytes: int
+    row_bytes: int = 0  # of a token's hidden state, which a call sends and gets back
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class TierShares:
     disk_s: tuple[float, ...]  # that READ_AT_ONCE experts take from the disk; (): none is read from there
     memory_bytes_per_s: float
     boxes: int = 1
+    box_link_bytes_per_s: float = LINK_BYTES_PER_S  # between boxes, each way
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +184,30 @@ def step(model: PlannedSizes, work: StepWork, places: TierShares, curve: str) ->
     if places.link_bytes_per_s:
         by_link_s = missed / model.layers * model.expert_bytes / places.link_bytes_per_s
         link_s = model.layers * min(by_link_s, WORTH_S)  # beyond that the CPU computes experts from RAM
-    disk_s = model.layers * read_s(absent / model.layers, places.disk_s) if places.disk_s else 0.0
-    boxes_s = model.layers * REMOTE_S if places.boxes > 1 and places.top < 1 else 0.0
+    alone = touched * _missed(min(1.0, places.ram), curve)
+    disk_s, boxes_s = _beyond_memory(model, work, places, (alone, absent))
     return PlannedStep(compute_s, link_s, disk_s, boxes_s)
+
+
+def _beyond_memory(
+    model: PlannedSizes, work: StepWork, places: TierShares, lacking: tuple[float, float]
+) -> tuple[float, float]:
+    """Returns a step's seconds of reading and of calling other boxes.
+
+    `lacking` are the experts in no memory, of one box alone and of all. As the daemon does, takes the faster way.
+    """
+    layers, (alone, absent) = model.layers, lacking
+    alone_s = layers * read_s(alone / layers, places.disk_s) if places.disk_s else 0.0
+    if places.boxes == 1 or alone <= absent:
+        return alone_s, 0.0
+    elsewhere = (alone - absent) / layers  # experts of a layer
+    asked = min(places.boxes - 1, elsewhere)
+    rows_s = asked * work.tokens * model.row_bytes / places.box_link_bytes_per_s  # both directions at once
+    compute_s = elsewhere / (places.boxes - 1) * model.expert_bytes / places.memory_bytes_per_s
+    boxes_s = layers * (min(1.0, elsewhere) * REMOTE_S + rows_s + compute_s)
+    disk_s = layers * read_s(absent / layers, places.disk_s) if places.disk_s else 0.0
+    is_faster = not places.disk_s or boxes_s + disk_s < alone_s
+    return (disk_s, boxes_s) if is_faster else (alone_s, 0.0)
 
 
 def read_s(experts: float, disk_s: Sequence[float]) -> float:
@@ -206,7 +230,7 @@ def _missed(held: float, curve: str) -> float:
 def model_of(variant: ModelVariant) -> PlannedSizes:
     """Returns the sizes that speed depends on."""
     geometry = variant.spec.geometry
-    return PlannedSizes(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
+    return PlannedSizes(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes, geometry.row_bytes)
 
 
 def measured_layers(spec: ModelSpec) -> tuple[int, ...]:
