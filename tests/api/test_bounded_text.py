@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.front_kit import http_client, running, settings_for, write_model
+from support.gate import in_gate
 
 from edgemoe.api.text.bounded_text import BoundedText, text_command
 from edgemoe.api.text.tokenizer import TextModel
@@ -40,11 +41,17 @@ ATTACKS = {
 }
 
 
+GATE = (  # one for each bound
+    *("nested loops", "a large number", "a long text", "a doubling list", "recursion", "sixteen million letters"),
+    "lipsum",
+)
+
+
 def model_with(directory: Path, attack: str) -> Path:
     return write_model(directory, "{% if messages[0].content == 'go' %}" + attack + "{% endif %}" + PLAIN)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", in_gate(ATTACKS, GATE))
 async def test_a_template_s_failure_costs_only_its_request(tmp_path: Path, name: str) -> None:
     model = TextModel(model_with(tmp_path, ATTACKS[name]))
     texts = BoundedText(text_command(tmp_path, text_s=TEXT_S))
@@ -115,7 +122,7 @@ async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_t
         await texts.close()
 
 
-@pytest.mark.parametrize("name", ["nested loops", "a large number"])
+@pytest.mark.parametrize("name", in_gate(["nested loops", "a large number"], ["a large number"]))
 async def test_a_daemon_with_such_a_template_serves_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.box_kit import settled
-from support.box_processes import Box, make_boxes
+from support.box_processes import Box, make_boxes, settled
 from support.chromium import DESKTOP, PHONE, WHERE, WITHOUT, Tab
 from support.front_kit import KEY, STORES, keyed_address, running, settings_for
 from support.ports import free_ports

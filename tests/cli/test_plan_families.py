@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from support.kept import KERNELS
+from support.tiny_models import DISTINCT, SIZES
 from support.tiny_models import FAMILIES as TINY
-from support.tiny_models import SIZES
 from support.turns import by_turns
 
 from edgemoe.cli.plan import measure as rates
@@ -26,6 +26,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import ENCODINGS
 
 DTYPES = ("float32", "bfloat16")
+GATE = {*DISTINCT, "gemma4", "qwen3_5_moe_text"}  # of the table's names
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 WITHIN = {"gemma4": "gemma4_text"}  # whose configuration is a section of another one's
 
@@ -67,7 +68,10 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 @pytest.mark.parametrize(
     ("kernels", "family"),
-    by_turns(DTYPES, dict.fromkeys(family.name for family in FAMILIES.values())),
+    [
+        pytest.param(*each.values, marks=() if each.values[1] in GATE and not each.marks else pytest.mark.slow)
+        for each in by_turns(DTYPES, dict.fromkeys(family.name for family in FAMILIES.values()))
+    ],
     indirect=["kernels"],
 )
 def test_every_family_is_measured_in_all_encodings_that_it_can_have(

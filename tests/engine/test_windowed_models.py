@@ -13,8 +13,9 @@ import torch
 from support.drafting import drafting
 from support.engine_kit import Drive, Model, prompt
 from support.family_kit import family_model
+from support.gate import in_gate
 from support.kept import KERNELS
-from support.tiny_models import FAMILIES, LIKE_OTHERS, SIZES
+from support.tiny_models import FAMILIES, SIZES
 
 from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -26,6 +27,7 @@ from edgemoe.types.windows import least_blocks, most_kept
 
 LENGTHS, TOKENS = [5, 150, 40], 70
 WAYS = ("kernels", "torch")  # that compute attention
+GATE = ("gpt_oss", "gemma4_text", "cohere2_moe")  # sinks; layers of two sizes; parallel blocks
 
 
 class Windowed(NamedTuple):
@@ -81,7 +83,7 @@ def checkpoint(family: str, directory: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in FOUND],
+    params=in_gate(FOUND, GATE),
 )
 def both(
     request: pytest.FixtureRequest, kernels: Kernels, tmp_path_factory: pytest.TempPathFactory

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.box_kit import Oracle, settled, talking_checkpoint
-from support.box_processes import Box, make_boxes
+from support.box_kit import Oracle, talking_checkpoint
+from support.box_processes import Box, make_boxes, settled
 from support.kept import STORES
 from support.ports import free_ports
 from support.waiting import until

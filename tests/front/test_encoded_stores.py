@@ -25,7 +25,7 @@ from edgemoe.store.packer import pack
 
 pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="session")]
 PROMPTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
-TOKENS = 40
+TOKENS = 24
 BEGUN = 12  # tokens of all texts together, after which the engine is killed
 
 

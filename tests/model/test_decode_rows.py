@@ -35,7 +35,8 @@ def turn(family: str) -> str:
 
 
 CASES = [case for family in FAMILIES for case in (family, f"{family} int8", f"{family} by turns")]
-GATE = [*JOINING, WITHOUT_GATES, *(turn(family) for family in DISTINCT)]
+PLAIN = [family for family in DISTINCT if f"{family} by turns" not in JOINING]
+GATE = [*JOINING, WITHOUT_GATES, *map(turn, PLAIN)]
 SLOW = [case for case in CASES if case not in GATE]
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.drafting import drafting
 from support.engine_kit import Drive, Model, prompt
 from support.tiers_kit import running
-from support.tiny_models import FAMILIES, LIKE_OTHERS, Tiny
+from support.tiny_models import DISTINCT, FAMILIES, Tiny
 from support.turns import by_turns
 
 from edgemoe.experts.build import ExpertTiers, TierMemory
@@ -23,8 +23,8 @@ from edgemoe.types.experts import Tier
 
 LENGTHS, TOKENS = (20, 35, 7), 40
 WAYS = ((True, True), (True, False), (False, True))  # all experts in memory or two; by the kernels or torch
-SERVED = by_turns(WAYS, [family for family in FAMILIES if family not in LIKE_OTHERS])
-SERVED += [pytest.param(WAYS[1], family, marks=pytest.mark.slow) for family in LIKE_OTHERS]
+SERVED = by_turns(WAYS, DISTINCT)
+SERVED += [pytest.param(WAYS[1], family, marks=pytest.mark.slow) for family in FAMILIES if family not in DISTINCT]
 
 
 def answers(model: Model, expected: list[list[int]], **settings: str) -> tuple[list[list[int]], tuple[int, int]]:

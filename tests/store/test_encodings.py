@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from support import quantised
 from support.old_store import make_version_1
 from support.quantised import ABOUT_FP8, Quantise, compressed, is_expert, is_projection
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgemoe.encodings.codec import pack as encode
 from edgemoe.encodings.codec import unpack
@@ -187,6 +186,8 @@ def test_quantised_weights_are_reencoded_on_request(source: Path, tmp_path: Path
 
 
 def test_mxfp4_is_kept_as_transformers_reads_it(checkpoint: Make, tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes seconds to import
+
     source = shutil.copytree(checkpoint(stacked=True, **SHAPE), tmp_path / "source")
     meant = quantised.quantise(source, quantised.mxfp4, {"quant_method": "mxfp4"}, is_expert)
     manifest = pack(source, tmp_path / "store")

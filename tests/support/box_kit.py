@@ -1,8 +1,7 @@
-"""Shared parts of tests of whole boxes: a tiny model with a tokenizer, its expected answers, and readiness."""
+"""Shared parts of tests of whole boxes: a tiny model with a tokenizer, and its expected answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from edgemoe.api.text.tokenizer import Vocabulary
-from support.box_processes import Box
 from support.checkpoints import tiny_checkpoint
 from support.front_kit import byte_level_tokenizer, write_model
 
@@ -48,16 +46,3 @@ def talking_checkpoint(family: str, folder: Path, *, stacked: bool = False, posi
     write_model(folder)
     (folder / "config.json").write_text(config)
     return folder
-
-
-async def settled(boxes: Iterable[Box], nodes: tuple[str, ...]) -> bool:
-    """Whether all are ready, see these nodes alone, every expert of one plan is at home, and nothing moves."""
-    told = [await box.health() for box in boxes]
-    if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
-        return False
-    plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
-    members = [member for one in told for member in one["cluster"]["members"]]
-    still = not any(member["to_come"] or member["to_go"] for member in members)
-    alive = still and all(member["state"] == "here" and member["homes"] for member in members)
-    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
-    return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +154,16 @@ def make_boxes(folder: Path, stores: Mapping[str, Path], ports: Sequence[int], *
         merged["api"] = {"socket": str(folder / node / "api.sock")} | sections.get("api", {})
         boxes.append(Box(node, folder / node, merged))
     return boxes
+
+
+async def settled(boxes: Iterable[Box], nodes: tuple[str, ...]) -> bool:
+    """Whether all are ready, see these nodes alone, every expert of one plan is at home, and nothing moves."""
+    told = [await box.health() for box in boxes]
+    if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
+        return False
+    plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
+    members = [member for one in told for member in one["cluster"]["members"]]
+    still = not any(member["to_come"] or member["to_go"] for member in members)
+    alive = still and all(member["state"] == "here" and member["homes"] for member in members)
+    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
+    return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])

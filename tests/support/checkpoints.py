@@ -15,7 +15,6 @@ import msgspec
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
@@ -162,6 +161,8 @@ def partial_store(store: Path, directory: Path, present: BoolArray) -> Path:
 
 def mxfp4_checkpoint(directory: Path) -> transformers.PreTrainedModel:
     """Saves a random gpt-oss as it is published, with experts in MXFP4; returns the model of the same weights."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes seconds to import
+
     model = tiny_model("gpt_oss")
     generator, state = torch.Generator().manual_seed(5), model.state_dict()
     for layer in model.model.layers:

@@ -100,11 +100,11 @@ def errors_of(dtype: str) -> list[float]:
     return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
 
 
-def errors_of_kinds(encoding: str) -> list[float]:
-    """Returns the errors with each activation, and with biases."""
+def errors_of_kinds(number: int, encoding: str) -> list[float]:
+    """Returns the errors with each activation, and with biases, for int4; for others with one by turns."""
     swiglu, gelu = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
-    made = [(64, 96, SILU, False), (608, 64, swiglu, True), (96, 64, Activation("relu2"), True)]
-    made += [(512, 32, gelu, False)] if encoding == "int4" else []
+    made = ((64, 96, SILU, False), (608, 64, swiglu, True), (96, 64, Activation("relu2"), True), (512, 32, gelu, False))
+    made = made if encoding == "int4" else made[number % len(made) :][:1]
     return [
         error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (encoding,)), 3)
         for h, i, activation, biases in made
@@ -146,7 +146,7 @@ def widened(dot: Callable[..., object]) -> Callable[..., object]:
 if __name__ == "__main__":
     gpu_experts.BLOCK_COLS = 128  # few programs, which are interpreted one after the other
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
-    errors = {name: errors_of_kinds(name) for name in ENCODINGS}
+    errors = {name: errors_of_kinds(number, name) for number, name in enumerate(ENCODINGS)}
     errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}
     errors |= {f"{name} in tiles": tile_errors(name, "float32") for name in ENCODINGS}
     errors["tiles rounded"] = tile_errors("int4", "bfloat16")
