@@ -36,8 +36,10 @@ def build(api: Api) -> Starlette:
     routes = [
         *_openai_routes(),
         *_ollama_routes(),
+        _post("/completion", Generating(llama_infill.prepare_completion, Completion, llama_infill.late_error)),
         _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
         Route("/props", queries.props),
+        Route("/apply-template", queries.apply_template, methods=["POST"]),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
         Route("/reload", queries.reload, methods=["POST"]),
@@ -46,6 +48,7 @@ def build(api: Api) -> Starlette:
         Route("/version", queries.version),
         Route("/tokenizer_info", queries.tokenizer_info),
         Route("/health", queries.health),
+        Route("/v1/health", queries.health),
         Route("/reach", queries.reach),
         Route("/metrics", queries.metrics),
         Route(EVENTS, stream_events),
@@ -71,6 +74,7 @@ def _openai_routes() -> list[Route]:
         _post("/v1/completions", Generating(completions.prepare, Completion, late_error)),
         _post("/v1/responses", Generating(responses.prepare, responses.ResponsesBody, responses.late_error)),
         _post("/v1/messages", Generating(anthropic.prepare, anthropic.MessagesBody, anthropic.late_error)),
+        Route("/v1/responses/input_tokens", queries.count_input_tokens, methods=["POST"]),
         Route("/v1/messages/count_tokens", queries.count_tokens, methods=["POST"]),
         Route("/v1/embeddings", queries.refuse_embeddings, methods=["POST"]),
     ]

@@ -13,16 +13,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgemoe.api.endpoints.ollama_format import OllamaFormat
 from edgemoe.api.generate.generation import (
-    SERVER_SENT_EVENTS,
-    WHOLE,
     PreparedAnswer,
     RequestContext,
-    StreamForm,
     run_generation,
 )
 from edgemoe.api.generate.held_answer import ASKS_FRAMES, FrameHead, HeldAnswer, end_of, read_held
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.client_answer import ClientAnswer
+from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, WHOLE, ClientAnswer, StreamForm
 from edgemoe.api.http.event_text import error_body, json_line, ollama_error
 from edgemoe.api.model_wish import ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
@@ -73,7 +70,7 @@ class Generating:
                         if wish.unloads and (unloaded := await self._unload(shared, wish)) is not None:
                             await unloaded(scope, receive, kept.send)
                             return
-                        if shared.loading(wish.name):  # faults of the body alone are told before that
+                        if shared.loading(wish):  # faults of the body alone are told before that
                             await shared.in_thread(principal, read, raw, self._body)
                         api = await held.enter_async_context(shared.chosen(wish))
                         async with shared.large(raw, principal):
@@ -102,7 +99,7 @@ class Generating:
         Without a stream the connection ends after an error: nothing else shows that the answer, begun with 200, failed.
         """
         form = self.form(wish) if wish.is_stream else WHOLE
-        kept = ClientAnswer(send, form, lambda: shared.loading(wish.name), in_frames=in_frames)
+        kept = ClientAnswer(send, form, lambda: shared.loading(wish), in_frames=in_frames)
         try:
             async with kept.kept():
                 yield kept

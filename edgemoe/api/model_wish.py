@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from edgemoe.errors import InvalidRequest
+from edgemoe.types.bounds import MAX_MODELS
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")  # of a duration as Go writes it
@@ -24,6 +25,7 @@ class ModelWish:
     keep_s: float | None = None  # after the request; -1: as long as nothing else needs its memory
     unloads: bool = False  # the request has nothing to answer: it ends the model's stay
     is_stream: bool = False
+    others: tuple[str, ...] = ()  # models that will do where that one is not served
 
 
 NO_WISH = ModelWish()
@@ -32,6 +34,7 @@ EMPTY = (b"", b"null", b'""', b"[]")  # parts of a request that only loads or un
 
 
 class _Named(msgspec.Struct):
+    models: msgspec.Raw = NOTHING
     model: str | None = None
     name: str | None = None  # an earlier name of `model` in Ollama's API
     stream: msgspec.Raw = NOTHING
@@ -50,7 +53,15 @@ def read_wish(raw: bytes) -> ModelWish:
         body = msgspec.json.decode(raw, type=_Named)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return NO_WISH
-    return ModelWish(body.model, is_stream=bytes(body.stream) == b"true")
+    return ModelWish(body.model, is_stream=bytes(body.stream) == b"true", others=_others(bytes(body.models)))
+
+
+def _others(raw: bytes) -> tuple[str, ...]:
+    """Returns OpenRouter's list of models; nothing where it is no such list, which its endpoint refuses."""
+    try:
+        return tuple(msgspec.json.decode(raw, type=list[str])[:MAX_MODELS]) if raw[:1] == b"[" else ()
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
 
 
 def read_ollama_wish(raw: bytes) -> ModelWish:

@@ -6,6 +6,7 @@ OpenRouter, Together, Fireworks, DashScope and z.ai.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -33,6 +34,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "seed": ("random_seed", "sampling_seed"),
     "stop": ("stop_sequences", "stop_strings"),
     "add_special_tokens": ("add_special",),
+    "ignore_eos": ("ban_eos_token",),
+    "continue_final_message": ("continue_",),
     "top_logprobs": ("n_probs",),
 }
 # values that stand for an absent field; of max_tokens: for as many as the context has room for
@@ -41,12 +44,37 @@ SENTINELS: dict[str, tuple[int, ...]] = {
     "max_completion_tokens": (-1, -2),
     "max_output_tokens": (-1, -2),
     "min_tokens": (-1,),
-    "seed": (-1, 2**32 - 1),
+    "seed": (-1, 2**32 - 1, 2**64 - 1),
     "truncate_prompt_tokens": (-1,),
 }
 EFFORTS_OFF, EFFORTS_ON = ("none", "off", "disabled"), ("on", "enabled", "auto", "adaptive")
-BUDGETS = ("reasoning_budget", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget")
-WITH_THINKING = ("enable_thinking", "thinking", "think", "reasoning", "reasoning_effort", *BUDGETS)
+BUDGETS = (
+    "reasoning_budget",
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "max_thinking_tokens",
+)
+SWITCHES_OFF = ("disable_reasoning", "disable_thinking")
+WITH_THINKING = (
+    "enable_thinking",
+    "thinking",
+    "think",
+    "reasoning",
+    "reasoning_effort",
+    *BUDGETS,
+    *SWITCHES_OFF,
+    "google",
+)
+
+
+def unwrap_extra_body(fields: Fields) -> None:
+    """Takes the fields out of `extra_body`, which OpenAI's library merges, and which other clients send as it is."""
+    raw = fields.get("extra_body", NULL)
+    if raw[:1] != b"{":
+        return
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        fields.setdefault(name, bytes(value))
 
 
 def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -60,8 +88,16 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
         given = next((alias for alias in aliases if alias in fields and alias not in own), "")
         if name in own and given and _is_absent(fields, name):
             fields[name], clients[name] = fields[given], given
+    for name in scalar_fields(kind) & fields.keys():
+        fields[name] = _scalar(fields[name])
     for name in _whole_fields(kind) & fields.keys():
         fields[name] = _whole(fields[name])
+    if "seed" in own:
+        _read_seed(fields)
+    if "user" in own and type(user := _decoded(fields.get("user", NULL))) is int:
+        fields["user"] = _encoded(str(user))
+    if "temperature" in own and _decoded(fields.get("do_sample", NULL)) is False:
+        fields["temperature"] = _encoded(0)
     for name, sentinels in SENTINELS.items():
         if name in own and _decoded(fields.get(name, NULL)) in sentinels:
             fields[name] = ALL_TOKENS if name == "max_tokens" else NULL
@@ -69,6 +105,8 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
         fields["logit_bias"] = _encoded(_bias_pairs(fields["logit_bias"]))
     if "logprobs" in own:
         _read_logprobs(fields, own)
+    if "include_reasoning" in own:
+        _read_hidden(fields)
     if "chat_template_kwargs" in own:
         _read_thinking(fields)
     if "add_generation_prompt" in own:  # a chat's
@@ -76,6 +114,13 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
     if "response_format" in own and (name := _read_format(fields, own)):
         clients["response_format"] = name
     return clients
+
+
+def _read_seed(fields: Fields) -> None:
+    """Writes a seed of 64 bits without a sign as the same bits with one."""
+    seed = _decoded(fields.get("seed", NULL))
+    if type(seed) is int and 1 << 63 <= seed < (1 << 64) - 1:
+        fields["seed"] = _encoded(seed - (1 << 64))
 
 
 def _is_absent(fields: Fields, name: str) -> bool:
@@ -127,6 +172,30 @@ def _without_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_floats(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@cache
+def scalar_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Returns the fields of a kind of body that hold one number, or true or false."""
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return frozenset(field.name for field in described.fields if _is_scalar(field.type))
+
+
+def _is_scalar(described: inspect.Type) -> bool:
+    if isinstance(described, inspect.UnionType):
+        return all(isinstance(one, inspect.NoneType) or _is_scalar(one) for one in described.types)
+    return isinstance(described, inspect.IntType | inspect.FloatType | inspect.BoolType)
+
+
+def _scalar(raw: bytes) -> bytes:
+    """Returns a value without the quotes that some clients put around numbers, true and false."""
+    bare = raw[1:-1].lower() if raw[:1] == b'"' and len(raw) <= MAX_SCALAR_BYTES else b""
+    return bare if SCALAR.fullmatch(bare) else raw
+
+
+MAX_SCALAR_BYTES = 32
+SCALAR = re.compile(rb"-?(?:0|[1-9]\d*)(?:\.\d+)?|true|false")
 
 
 # --- log probabilities and biases ---------------------------------------------------------------------------------
@@ -187,6 +256,14 @@ def _read_thinking(fields: Fields) -> None:
     fields["chat_template_kwargs"] = _encoded(variables)
 
 
+def _read_hidden(fields: Fields) -> None:
+    """Reads whether the answer shall be without its reasoning, as OpenRouter and Groq name it."""
+    asked = _decoded(fields.get("reasoning", NULL))
+    is_excluded = isinstance(asked, dict) and asked.get("exclude") is True
+    if is_excluded or _decoded(fields.get("reasoning_format", NULL)) == "hidden":
+        fields["include_reasoning"] = _encoded(False)
+
+
 def _is_object(raw: bytes) -> bool:
     return raw[:1] in (b"{", b"n")
 
@@ -194,7 +271,11 @@ def _is_object(raw: bytes) -> bool:
 def _thinking(name: str, value: Any) -> tuple[bool | None, str]:
     """Returns whether a field asks for reasoning, and its effort, "" for none. Raises InvalidRequest."""
     if isinstance(value, bool):
-        return value, ""
+        return (value != (name in SWITCHES_OFF)), ""
+    if name == "google" and isinstance(value, dict):  # Gemini's, as its documentation writes it into `extra_body`
+        given = value.get("thinking_config")
+        budget = given.get("thinking_budget") if isinstance(given, dict) else None
+        return (budget != 0 if type(budget) in (int, float) else None), ""
     if name in BUDGETS and type(value) in (int, float):
         return value != 0, ""
     if isinstance(value, str) and name not in BUDGETS and name != "enable_thinking":
@@ -328,6 +409,7 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
     "guided_choice": _one_of,
     "guided_grammar": _text_of("grammar"),
     "grammar": _text_of("grammar"),
+    "grammar_string": _text_of("grammar"),
     "ebnf": _text_of("grammar"),
     "format": _ollamas,
 }

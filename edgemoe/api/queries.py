@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import edgemoe
-from edgemoe.api.endpoints import anthropic
-from edgemoe.api.endpoints.chat_completions import tokenize_prompt
+from edgemoe.api.endpoints import anthropic, responses
+from edgemoe.api.endpoints.chat_completions import offered_tools, render, tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.metrics import CONTENT_TYPE
@@ -24,7 +24,7 @@ from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
 from edgemoe.types.principal import Principal
 
-R = TypeVar("R", Tokenize, Detokenize, anthropic.MessagesBody)
+R = TypeVar("R", Tokenize, Detokenize, Chat, anthropic.MessagesBody, responses.ResponsesBody)
 
 # names of the context's length, as vLLM, OpenRouter, LM Studio, Groq, Mistral and Together have them
 CONTEXT_FIELDS = (
@@ -113,6 +113,16 @@ async def count_tokens(request: Request) -> Response:
     return await _answer_in_thread(request, anthropic.MessagesBody, _counted)
 
 
+async def count_input_tokens(request: Request) -> Response:
+    """Answers POST /v1/responses/input_tokens with the length of a prompt."""
+    return await _answer_in_thread(request, responses.ResponsesBody, _input_tokens)
+
+
+async def apply_template(request: Request) -> Response:
+    """Answers llama.cpp's POST /apply-template with the prompt of a chat as text."""
+    return await _answer_in_thread(request, Chat, _rendered)
+
+
 async def _answer_in_thread(request: Request, kind: type[R], work: Callable[[R, RequestContext], Json]) -> Response:
     """Decodes the body as a `kind` and answers with `work(body, context)`, both in a thread."""
     api = _api(request)
@@ -163,6 +173,17 @@ def _counted(body: anthropic.MessagesBody, context: RequestContext) -> Json:
     plain, fields = anthropic.as_chat(body)
     with fields.renamed():
         return {"input_tokens": len(tokenize_prompt(plain, context.text, context.limits))}
+
+
+def _input_tokens(body: responses.ResponsesBody, context: RequestContext) -> Json:
+    plain, fields, _ = responses.as_chat(body)
+    with fields.renamed():
+        count = len(tokenize_prompt(plain, context.text, context.limits))
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def _rendered(body: Chat, context: RequestContext) -> Json:
+    return {"prompt": render(body, offered_tools(body)[0], context.text)}
 
 
 # --- the daemon --------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class ModelChoice(Protocol):
     async def text_of(self, name: str | None) -> Api:
         """Returns the resources of a model, which need not be loaded. Raises ModelNotFound, EngineUnavailable."""
 
-    def loading(self, name: str | None) -> str:
+    def loading(self, wish: ModelWish) -> str:
         """Returns how far the loading of a model is; "" of a loaded one. Raises ModelNotFound."""
 
     def describe(self) -> list[Json]:
@@ -155,10 +155,10 @@ class Api:
         async with self.models.using(wish) as api:
             yield api
 
-    def loading(self, name: str | None) -> str:
+    def loading(self, wish: ModelWish) -> str:
         """Returns how far the loading of a request's model is; "" of a loaded one. Raises ModelNotFound."""
         if self.models is not None:
-            return self.models.loading(name)
+            return self.models.loading(wish)
         at = self.backend.describe()["loading"] if self.backend.state == "loading" else None
         return f"loading: {loading_text(at)}" if at else ""
 

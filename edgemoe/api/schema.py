@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from edgemoe.api.peer_fields import read_peer_fields
+from edgemoe.api.peer_fields import read_peer_fields, unwrap_extra_body
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.bounds import Repetition
+from edgemoe.types.bounds import MAX_MODELS, Repetition
 
 MAX_PARTS = 100_000  # lists, objects and fields of one body, ignored ones included
 MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_TOOL_CALLS = 4096, 4096, 1024, 256
@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
-    "web_search_options": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": ("",),
@@ -69,9 +68,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1,),
     "top_a": (0,),
     "top_n_sigma": (0, -1),
-    "truncate_prompt_tokens": (),
+    "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),
     "use_beam_search": (False,),
+    "custom_token_bans": ("",),
+    "dynamic_temperature": (False,),
+    "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,),
+    "mirostat_mode": (0,),
+    "negative_prompt": ("",),
+    "penalty_alpha": (0,),
+    "smoothing_factor": (0,),
     "xtc_probability": (0,),
 }
 
@@ -79,7 +86,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
+    schema_definition: dict[str, Any] | bool | None = None  # Mistral's name of `schema`
+    strict: bool | Literal["true", "false"] | None = None  # LM Studio's documentation has it as text
+
+    @property
+    def own_schema(self) -> dict[str, Any] | bool | None:
+        """Returns the schema by either name."""
+        return self.schema_definition if self.schema is None else self.schema
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +133,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     n: ChoiceCount | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
+    models: Annotated[list[Label], Meta(max_length=MAX_MODELS)] | None = None  # others, as OpenRouter has them
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,21 +166,43 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CustomCall(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    input: str = ""
+
+
 class PastToolCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None = None
     type: str = "function"
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None  # of a tool that takes text
+
+    def __post_init__(self) -> None:
+        if self.function is None and self.custom is None:
+            raise ValueError("Object missing required field `function`")
+
+    @property
+    def called(self) -> CalledFunction:
+        """Returns the call as one of a function; a custom tool takes its text as `input`."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None
+        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[dict[str, Any]] | None = None  # Mistral's reasoning: text, or parts of text
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart | str], Meta(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | None = None
     name: Label | None = None
+    prefix: bool | None = None  # the answer goes on with this message, as DeepSeek and Mistral have it
+    partial: bool | None = None  # likewise, as Qwen and Kimi have it
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
     tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
@@ -202,7 +238,14 @@ class Chat(RequestBody, frozen=True, kw_only=True):
     reasoning_effort: Label | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None  # in the answer
     stream_options: StreamOptions | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether the answer goes on with the last message, by any server's name of that."""
+        last = self.messages[-1]
+        return bool(self.continue_final_message or (last.role == "assistant" and (last.prefix or last.partial)))
 
 
 class Completion(RequestBody, frozen=True, kw_only=True):
@@ -280,6 +323,7 @@ def read_named(body: bytes, kind: type[T]) -> tuple[T, FieldNames]:
     raw = _read(lambda: msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
     fields = {name: bytes(value) for name, value in raw.items()}
     if issubclass(kind, RequestBody):
+        unwrap_extra_body(fields)
         refuse_unsupported(fields, kind)
     names = FieldNames(read_peer_fields(fields, kind) if issubclass(kind, msgspec.Struct) else {})
     whole = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})

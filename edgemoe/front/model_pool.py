@@ -125,13 +125,23 @@ class ModelPool:
             said += f"; {', '.join(boxes)} of the cluster {'serve' if len(boxes) > 1 else 'serves'} it: ask there"
         raise ModelNotFound(said, param="model")
 
+    def find_any(self, wish: ModelWish) -> ModelHost:
+        """Returns the model that a request names, or the first of the others that is served. Raises ModelNotFound."""
+        try:
+            return self.find(wish.name or next(iter(wish.others), None))
+        except ModelNotFound:
+            for name in wish.others:
+                with contextlib.suppress(ModelNotFound):
+                    return self.find(name)
+            raise
+
     @contextlib.asynccontextmanager
     async def using(self, wish: ModelWish) -> AsyncIterator[Api]:
         """Holds a model for a request, and has it loaded. Yields its resources.
 
         Raises ModelNotFound, EngineUnavailable.
         """
-        host, keep_s = self.find(wish.name), wish.keep_s
+        host, keep_s = self.find_any(wish), wish.keep_s
         await self._until_taken(host)
         host.uses += 1
         try:
@@ -208,9 +218,9 @@ class ModelPool:
             "expires_s": None if host.idle_s == NEVER_S else max(0.0, round(host.idle_s - idle_s, 1)),
         }
 
-    def loading(self, name: str | None) -> str:
+    def loading(self, wish: ModelWish) -> str:
         """Returns how far the loading of a model is; "" of a loaded one. Raises ModelNotFound."""
-        supervisor = self.find(name).supervisor
+        supervisor = self.find_any(wish).supervisor
         if supervisor.served is not None:
             return ""
         at = supervisor.describe_loading()

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+MAX_MODELS = 64  # that a request may name beside one
 MAX_NODES = 64  # boxes in a cluster, this one included
 REQUEST_CHARS = 256  # of a request's name at an engine, the name of the box that it came from included
 USER_CHARS = 1024  # of a principal's or a user's name at an engine, likewise

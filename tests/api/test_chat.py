@@ -14,9 +14,9 @@ from support.front_kit import openai_client, ready
 from support.waiting import until
 
 from edgemoe.api.endpoints.chat_completions import ChatFormat, render
-from edgemoe.api.generate.generation import SERVER_SENT_EVENTS, ChoiceDelta, Generation, PreparedAnswer
+from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer
 from edgemoe.api.http import client_answer, responding
-from edgemoe.api.http.client_answer import ClientAnswer
+from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, ClientAnswer
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable

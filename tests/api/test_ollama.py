@@ -314,7 +314,14 @@ async def test_every_check_has_a_row() -> None:
 OPTIONS: dict[
     str, list[tuple[Any, str, Any]]
 ] = {  # option -> its values, the sampling's field, its value; None: refused
-    "num_predict": [(7, "max_tokens", 7), (7.0, "max_tokens", 7), ("7", "", None), (1.5, "", None), (0, "", None)],
+    "num_predict": [
+        (7, "max_tokens", 7),
+        (7.0, "max_tokens", 7),
+        ("7", "max_tokens", 7),
+        ("many", "", None),
+        (1.5, "", None),
+        (0, "", None),
+    ],
     "temperature": [(0, "temperature", 0.0), (1.5, "temperature", 1.5), (2.5, "", None), ("hot", "", None)],
     "top_k": [(5, "top_k", 5), (40.0, "top_k", 40), (0, "top_k", 0), (-1, "top_k", 0), (-2, "", None)],
     "top_p": [(0.5, "top_p", 0.5), (1, "top_p", 1.0), (1.1, "", None)],

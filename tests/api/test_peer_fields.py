@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
 from edgemoe.api.endpoints.responses import ResponsesBody
 from edgemoe.api.schema import REFUSED, Chat, Completion, Tokenize, read, read_named
+from edgemoe.api.text.chat_template import for_template
 from edgemoe.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "SAY{x}END"}]
@@ -27,7 +29,13 @@ BASE: dict[type[msgspec.Struct], dict[str, Any]] = {
     MessagesBody: {"messages": MESSAGES},
     Tokenize: {"prompt": "x"},
 }
-SAMPLES: dict[str, Any] = {"stop": ["a"], "repetition_penalty": 1.25, "add_special_tokens": False}
+SAMPLES: dict[str, Any] = {
+    "stop": ["a"],
+    "repetition_penalty": 1.25,
+    "add_special_tokens": False,
+    "ignore_eos": True,
+    "continue_final_message": True,
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GRAMMAR = 'root ::= "<" [a-c]+ ">"'
 BYTES = LLTokenizer("byte")
@@ -115,6 +123,42 @@ def test_whole_numbers_may_be_floats(kind: type[msgspec.Struct], name: str) -> N
     assert getattr(body(kind, {name: floats}), name) == getattr(body(kind, {name: exact}), name)
     with pytest.raises(InvalidRequest):
         body(kind, {name: [6.5] if of_lists else 6.5})
+
+
+SCALARS = [(kind, name) for kind in BASE for name in sorted(peer_fields.scalar_fields(kind))]
+
+
+@pytest.mark.parametrize(("kind", "name"), SCALARS, ids=lambda value: getattr(value, "__name__", value))
+def test_numbers_and_truths_may_be_texts(kind: type[msgspec.Struct], name: str) -> None:
+    for value in (True, 1, 0.5):
+        try:
+            plain = getattr(body(kind, {name: value}), name)
+        except InvalidRequest:
+            continue
+        assert getattr(body(kind, {name: json.dumps(value)}), name) == plain
+    with pytest.raises(InvalidRequest):
+        body(kind, {name: "many"})
+
+
+@pytest.mark.parametrize("kind", BASE, ids=lambda kind: kind.__name__)
+def test_fields_in_extra_body_are_read_where_there_are_no_own(kind: type[msgspec.Struct]) -> None:
+    if "seed" not in kind.__struct_fields__:
+        return
+    assert body(kind, {"extra_body": {"random_seed": 3, "top_k": 4}}) == body(kind, {"seed": 3, "top_k": 4})
+    assert body(kind, {"seed": 5, "extra_body": {"seed": 3}}).seed == 5
+    assert body(kind, {"extra_body": ["any"]}) == body(kind, {})
+    with pytest.raises(InvalidRequest, match="mirostat is not supported"):
+        body(kind, {"extra_body": {"mirostat": 2}})
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 2, 2**63 - 1, -(2**63)])
+def test_a_seed_has_64_bits_with_a_sign_or_without(seed: int) -> None:
+    assert body(Chat, {"seed": seed}).seed % 2**64 == seed % 2**64
+
+
+def test_no_sampling_is_the_likeliest_token() -> None:
+    assert body(Chat, {"do_sample": False, "temperature": 0.7}).temperature == 0
+    assert body(Chat, {"do_sample": True, "temperature": 0.7}).temperature == 0.7
 
 
 def test_every_number_of_openais_is_among_them() -> None:
@@ -212,6 +256,112 @@ async def test_what_changes_no_text_is_left_unread(http: httpx.AsyncClient, name
     for path, rest in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "SAY{x}END"})):
         answer = await http.post(path, json=rest | {name: ["any"]})
         assert answer.status_code == 200 or name in ("metadata",), answer.text
+
+
+CHAT = {what: spans(cell) for cell, what in rows("in a chat | here")}
+HIDDEN = CHAT["the answer comes without its reasoning"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("span", ["", *HIDDEN])
+async def test_reasoning_is_left_out_of_the_answer_by_every_name(
+    http: httpx.AsyncClient, span: str, stream: bool
+) -> None:
+    messages = [{"role": "user", "content": "SAY{<think>because</think>so}END"}]
+    asked = {"messages": messages, "stream": stream, **fields(span)}
+    text = (await http.post("/v1/chat/completions", json=asked)).text
+    assert ('"reasoning_content"' in text) == ('"reasoning"' in text) == (not span)
+    assert "so" in "".join(re.findall(r'"content":"([^"]*)"', text))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("span", CHAT["the answer goes on with that message"])
+async def test_an_answer_goes_on_with_the_last_message_by_every_name(http: httpx.AsyncClient, span: str) -> None:
+    asked = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
+    more = fields(span)
+    if "continue_" not in more:
+        asked[-1] |= more
+        more = {}
+    first = (await http.post("/apply-template", json={"messages": asked, **more})).json()["prompt"]
+    assert first.endswith("The capital")
+    asked.append({"role": "user", "content": "x"})
+    later = (await http.post("/apply-template", json={"messages": asked})).json()["prompt"]
+    assert not later.endswith("The capital")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_one_of_the_other_models_will_do(http: httpx.AsyncClient, path: str) -> None:
+    asked = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    for model in ({"model": "none"}, {}):
+        answer = await http.post(path, json={**asked, **model, "models": ["nobody", "tiny"], "max_tokens": 1})
+        assert answer.json()["model"] == "tiny", answer.text
+    refused = await http.post(path, json={**asked, "model": "none", "models": ["nobody"]})
+    assert refused.status_code == 404
+
+
+PARTS: list[tuple[str, Any, str]] = [  # role and content of an earlier message, and its words in the prompt
+    (
+        "user",
+        [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "see"}],
+        "[image_url left",
+    ),
+    ("user", ["one ", {"type": "text", "text": "two"}], "one two"),
+    ("user", {"type": "text", "text": "single"}, "single"),
+    ("assistant", [{"type": "refusal", "refusal": "no way"}], "no way"),
+    ("tool", {"t": 5}, '{"t": 5}'),
+]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(("role", "content", "shown"), PARTS)
+async def test_parts_of_earlier_messages_are_read_or_noted(
+    http: httpx.AsyncClient, role: str, content: Any, shown: str
+) -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "sh", "input": "ls -l"}}
+    called: list[dict[str, Any]] = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    before = [*MESSAGES, *(called if role == "tool" else ())]
+    messages = [*before, {"role": role, "content": content}, {"role": "user", "content": "last"}]
+    answer = (await http.post("/apply-template", json={"messages": messages})).json()
+    assert shown in answer["prompt"]
+    assert ('{"input": "ls -l"}' in answer["prompt"].replace("\\", "")) == (role == "tool")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url", "file"])
+async def test_a_part_that_is_no_text_is_refused_in_the_last_question(http: httpx.AsyncClient, part: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": part}]}]
+    refused = await http.post("/v1/chat/completions", json={"messages": messages})
+    assert refused.status_code == 400
+    assert part in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["thinking", "reasoning"])
+@pytest.mark.parametrize("within", ["because", [{"type": "text", "text": "because"}]])
+def test_the_reasoning_among_a_messages_parts_is_its_reasoning(kind: str, within: Any) -> None:
+    thought = {"type": kind, ("thinking" if kind == "thinking" else "text"): "because"}
+    if kind == "thinking":
+        thought["thinking"] = within
+    asked = body(Chat, {"messages": [{"role": "assistant", "content": [thought, {"type": "text", "text": "so"}]}]})
+    (message,) = for_template(asked.messages)
+    assert (message["reasoning_content"], message["content"]) == ("because", "so")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_llama_cpps_completion_has_its_fields(http: httpx.AsyncClient) -> None:
+    for prompt in ("SAY{abc}END", [5, 6]):
+        answer = (await http.post("/completion", json={"prompt": prompt, "n_predict": 3})).json()
+        assert answer["stop"]
+        assert "content" in answer
+    assert (await http.post("/completion", json={"prompt": ["a", "b"]})).status_code == 400
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_tokens_of_a_response_are_counted(http: httpx.AsyncClient) -> None:
+    counted = (await http.post("/v1/responses/input_tokens", json={"input": MESSAGES})).json()
+    answer = (await http.post("/v1/responses", json={"input": MESSAGES})).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
 
 
 F = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -77,6 +77,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     thinking: ThinkingOptions | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an earlier name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -111,7 +112,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
         "tools": _offered(body.tools or (), fields) or None,
         "tool_choice": _tool_choice(choice, body.tools or ()),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-        "response_format": _response_format(body.output_config) or body.response_format,
+        "response_format": _response_format(body) or body.response_format,
         "reasoning_effort": body.output_config.effort if body.output_config else None,
         "chat_template_kwargs": {"enable_thinking": thinking, **(body.chat_template_kwargs or {})},
     }
@@ -190,10 +191,9 @@ def _tool_choice(choice: ToolChoice | None, tools: Sequence[OfferedTool]) -> Any
     return "required" if choice.type == "any" else choice.type
 
 
-def _response_format(config: OutputConfig | None) -> Json | None:
-    if config is None or config.format is None:
-        return None
-    return {"type": config.format.type, "json_schema": {"schema": config.format.schema}}
+def _response_format(body: MessagesBody) -> Json | None:
+    asked = (body.output_config and body.output_config.format) or body.output_format
+    return {"type": asked.type, "json_schema": {"schema": asked.schema}} if asked else None
 
 
 BLOCKS = {"text": "text", "reasoning": "thinking"}

@@ -46,7 +46,7 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
 
 def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generation:
     """Returns the generation that a chat asks for: prompt, sampling, choices, grammar. Raises InvalidRequest."""
-    context.check_model(body.model)
+    context.check_model(body.model, *(body.models or ()))
     text, limits = context.text, context.limits
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -58,7 +58,7 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
             prompt_text,
             text.dialect,
             text.template_text,
-            bool(body.continue_final_message),
+            body.goes_on,
             text.vocabulary.added,
         ),
         most_tool_calls,
@@ -133,14 +133,14 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
     history = text.dialect.history
     variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
     shown, begin = tools_for_template(tools), body.add_generation_prompt is not False
-    if body.continue_final_message and body.add_generation_prompt:
+    if body.goes_on and body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
 
     def rendered(one_system: bool) -> str:
         assert text.template is not None
         messages = for_template(body.messages, history, text.template_text, one_system=one_system)
-        if not body.continue_final_message:
+        if not body.goes_on:
             return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
         marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
         return _up_to_continuation(text.template.render(marked, shown, add_generation_prompt=False, extra=variables))
@@ -213,7 +213,7 @@ class ChatFormat(OpenAIFormat):
 
     def __init__(self, generation: Generation, body: Chat, text: TextModel) -> None:
         super().__init__(generation, body.stream_options)
-        self._vocabulary = text.vocabulary
+        self._vocabulary, self._hides_reasoning = text.vocabulary, body.include_reasoning is False
         self._begun: set[int] = set()
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
@@ -231,7 +231,7 @@ class ChatFormat(OpenAIFormat):
             "choices": [
                 {
                     "index": delta.choice,
-                    "message": _message(delta),
+                    "message": self._message(delta),
                     "logprobs": chat_logprobs(delta, self._vocabulary),
                     "finish_reason": delta.finish or None,
                 }
@@ -248,22 +248,21 @@ class ChatFormat(OpenAIFormat):
         body: Json = {}
         if delta.text:
             body["content"] = delta.text
-        if delta.reasoning:
+        if delta.reasoning and not self._hides_reasoning:
             body["reasoning_content"] = body["reasoning"] = delta.reasoning
         if calls := delta.pieces.of("call"):
             body["tool_calls"] = [{"index": piece.call.index, **tool_call_body(piece)} for piece in calls if piece.call]
         return body
 
-
-def _message(delta: ChoiceDelta) -> Json:
-    calls = delta.pieces.of("call")
-    message: Json = {
-        "role": "assistant",
-        "content": None if calls and not delta.text else delta.text,
-        "refusal": None,
-    }
-    if delta.reasoning:
-        message["reasoning_content"] = message["reasoning"] = delta.reasoning
-    if calls:
-        message["tool_calls"] = [tool_call_body(piece) for piece in calls]
-    return message
+    def _message(self, delta: ChoiceDelta) -> Json:
+        calls = delta.pieces.of("call")
+        message: Json = {
+            "role": "assistant",
+            "content": None if calls and not delta.text else delta.text,
+            "refusal": None,
+        }
+        if delta.reasoning and not self._hides_reasoning:
+            message["reasoning_content"] = message["reasoning"] = delta.reasoning
+        if calls:
+            message["tool_calls"] = [tool_call_body(piece) for piece in calls]
+        return message

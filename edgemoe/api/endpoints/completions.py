@@ -44,7 +44,7 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
 
     Raises InvalidRequest.
     """
-    context.check_model(body.model)
+    context.check_model(body.model, *(body.models or ()))
     text, limits = context.text, context.limits
     body = _infilled(body, text) if body.suffix else body
     tokens, n = prompts(body.prompt, text, limits, body.add_special_tokens is not False), body.n or 1

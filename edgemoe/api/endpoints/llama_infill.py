@@ -1,4 +1,4 @@
-"""POST /infill: completes the text between two others, with llama.cpp's fields and answers."""
+"""POST /infill and /completion: text between two others, or after one, with llama.cpp's fields and answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 from edgemoe.api.endpoints.completions import completion_generation, marks_of, with_stops
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
-from edgemoe.api.schema import Infill, read_named
+from edgemoe.api.schema import Completion, Infill, read_named
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json
 
@@ -32,6 +32,19 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
             body, prompt=prompt, max_tokens=context.limits.context_tokens if wanted is None else wanted
         )
         generation = completion_generation(with_stops(completion, marks, text), context)
+    return PreparedAnswer(generation, InfillFormat(generation), bool(body.stream), fields)
+
+
+def prepare_completion(context: RequestContext, raw: bytes) -> PreparedAnswer:
+    """Decodes a body of POST /completion and prepares its generation. Raises InvalidRequest."""
+    body, fields = read_named(raw, Completion)
+    with fields.renamed():
+        if not isinstance(body.prompt, str) and not (body.prompt and all(type(one) is int for one in body.prompt)):
+            raise InvalidRequest("prompt: give one text, or one list of token ids", param="prompt")
+        if (body.n or 1) > 1:
+            raise InvalidRequest("n: one answer at a time", param="n")
+        wanted = context.limits.context_tokens if body.max_tokens is None else body.max_tokens
+        generation = completion_generation(structs.replace(body, max_tokens=wanted), context)
     return PreparedAnswer(generation, InfillFormat(generation), bool(body.stream), fields)
 
 

@@ -256,9 +256,9 @@ def _format_terms(asked: ResponseFormat) -> tuple[list[str], str]:
 def _schema_terms(asked: ResponseFormat, schema: Any) -> list[str]:
     """Returns the terms of a schema: with its patterns, then without, unless it is strict."""
     where, strict = "response_format.schema", bool(asked.strict)
-    if asked.json_schema is not None and asked.json_schema.schema is not None:
-        where, schema = "response_format.json_schema.schema", asked.json_schema.schema
-        strict = strict or bool(asked.json_schema.strict)
+    if asked.json_schema is not None and (given := asked.json_schema.own_schema) is not None:
+        where, schema = "response_format.json_schema.schema", given
+        strict = strict or asked.json_schema.strict in (True, "true")
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
     check_schema(schema, where)

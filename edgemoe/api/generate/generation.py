@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -266,9 +266,10 @@ class RequestContext:
     principal: Principal
     shares_prefixes: bool  # all principals share cached prefixes
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound for a name that is neither the served model's nor an alias (api.aliases)."""
-        if name not in (None, self.model, *self.aliases) and ANY_MODEL not in self.aliases:
+    def check_model(self, name: str | None, *others: str) -> None:
+        """Raises ModelNotFound where no name is the served model's or an alias (api.aliases)."""
+        served = {None, self.model, *self.aliases}
+        if served.isdisjoint((name, *others)) and ANY_MODEL not in self.aliases:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model!r} is", param="model")
 
     def engine_requests(self, body: RequestBody, prompts: Sequence[TokenizedPrompt]) -> list[Request]:
@@ -411,20 +412,6 @@ class Generation:
             for choice, request in zip(self.choices, self.requests, strict=True)
             if not request.choice
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StreamForm:
-    """The content type of an answer, and the bytes that it sends while nothing else comes."""
-
-    content_type: bytes
-    waiting: Callable[[str], bytes]  # of the words that say why
-
-
-SERVER_SENT_EVENTS = StreamForm(  # a comment, which clients skip
-    b"text/event-stream; charset=utf-8", lambda words: f": {words}\n\n".encode()
-)
-WHOLE = StreamForm(b"application/json", lambda _: b"\n")  # white space before the JSON
 
 
 @dataclass(frozen=True, slots=True)

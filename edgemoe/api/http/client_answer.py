@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 from starlette.types import Message, Send
 
-from edgemoe.api.generate.generation import WHOLE, StreamForm
 from edgemoe.api.generate.held_answer import FRAMES, FrameHead, frame
 
 QUIET_S = 4.0  # that a stream may be silent
@@ -22,6 +22,20 @@ SEND_S = 60.0  # longest that a client may leave a part of its answer unread
 STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 WAITING = "waiting"
 NO_TOKENS = FrameHead()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """The content type of an answer, and the bytes that it sends while nothing else comes."""
+
+    content_type: bytes
+    waiting: Callable[[str], bytes]  # of the words that say why
+
+
+SERVER_SENT_EVENTS = StreamForm(  # a comment, which clients skip
+    b"text/event-stream; charset=utf-8", lambda words: f": {words}\n\n".encode()
+)
+WHOLE = StreamForm(b"application/json", lambda _: b"\n")  # white space before the JSON
 
 
 class ClientGone(Exception):

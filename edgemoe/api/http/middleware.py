@@ -52,7 +52,10 @@ def peer_address(scope: Scope) -> str:
 
 
 class PlainPaths:
-    """Reads the paths that clients make of a base URL: `/v1/models/`, `//v1/models`, `/v1/v1/models`, `/models`."""
+    """Reads the paths that clients make of a base URL: `/v1/models/`, `//v1/models`, `/v1/v1/models`, `/models`.
+
+    Behind any other base of OpenAI's paths, as Azure, Gemini, DeepSeek and LM Studio have them, the endpoint counts.
+    """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self._app = app
@@ -71,7 +74,16 @@ class PlainPaths:
         while path.startswith(f"{VERSION}{VERSION}/"):
             path = path.removeprefix(VERSION)
         at = path.rfind(f"{VERSION}/")
-        return path[at:] if at > 0 and path[at:] in self._known else path if path.startswith(VERSION) else whole
+        if at > 0 and path[at:] in self._known:
+            return path[at:]
+        if path.startswith(f"{VERSION}/"):
+            return path
+        last = whole.rpartition("/")[2]
+        found = (own for own in (f"{VERSION}/chat/{last}", f"{VERSION}/{last}") if self._ends_so(whole, own))
+        return next(found, whole)
+
+    def _ends_so(self, path: str, own: str) -> bool:
+        return own in self._known and path.endswith(own.removeprefix(VERSION))
 
 
 SLASHES = re.compile(r"/{2,}")

@@ -14,13 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from edgemoe.api.generate.generation import (
-    SERVER_SENT_EVENTS,
     ChoiceDelta,
     PreparedAnswer,
     collect_deltas,
 )
 from edgemoe.api.generate.held_answer import FrameHead, end_of
-from edgemoe.api.http.client_answer import ClientAnswer, ClientGone
+from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, ClientAnswer, ClientGone
 from edgemoe.api.http.event_text import anthropic_error, error_body, ollama_error
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json

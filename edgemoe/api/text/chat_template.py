@@ -25,13 +25,14 @@ import jinja2.sandbox
 import msgspec
 
 from edgemoe.api.dialects.dialect import HistoryForm
-from edgemoe.api.schema import ChatMessage, ContentPart, PastToolCall, Tool
+from edgemoe.api.schema import ChatMessage, ContentPart, PastToolCall, Tool, convert
 from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types.json_object import Json
 
 AS_OPENAI = HistoryForm()
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # the system's words within a message of another role
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS, THOUGHT_PARTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
+MAX_KIND_CHARS = 40
 
 
 def for_template(
@@ -41,7 +42,8 @@ def for_template(
 
     With `one_system` only the first message is of the system's, for templates that have no place for others.
     """
-    converted = [_message(message, f"messages[{at}]", history) for at, message in enumerate(messages)]
+    latest = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+    converted = [_message(message, f"messages[{at}]", history, at == latest) for at, message in enumerate(messages)]
     _pair_results(converted)
     if one_system:
         converted = _one_system(converted)
@@ -71,11 +73,11 @@ def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
     return converted
 
 
-def _message(message: ChatMessage, where: str, history: HistoryForm) -> Json:
+def _message(message: ChatMessage, where: str, history: HistoryForm, is_latest: bool) -> Json:
     role = "system" if message.role == "developer" else message.role
-    content: str | None = _text(message.content, where)
+    content: str | None = _text(message, where, is_latest)
     value: Json = {"role": role, "content": content}
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+    if (reasoning := message.reasoning_content or message.reasoning or _thoughts(message)) is not None:
         value[history.reasoning] = reasoning
     for field in ("name", "tool_call_id"):
         if (given := getattr(message, field)) is not None:
@@ -86,21 +88,49 @@ def _message(message: ChatMessage, where: str, history: HistoryForm) -> Json:
     return value
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
+def _text(message: ChatMessage, where: str, is_latest: bool) -> str:
+    """Returns the text of a message. Raises InvalidRequest for the user's last one with parts that are not text.
+
+    Elsewhere a note replaces such a part, so that a conversation with a picture goes on.
+    """
+    content = message.content
+    if isinstance(content, dict):
+        if message.role == "tool":
+            return _tojson(content)  # the result as an object
+        content = [convert(content, ContentPart)] if isinstance(content.get("type"), str) else [_tojson(content)]
     if not isinstance(content, list):
         return content or ""
-    for at, part in enumerate(content):
-        if part.type not in TEXT_PARTS or part.text is None:
-            raise InvalidRequest(
-                f"{where}.content[{at}]: this model reads text only, not {part.type!r}", param=f"{where}.content"
-            )
-    return "".join(part.text or "" for part in content)
+    return "".join(_text_of(part, f"{where}.content", at, is_latest) for at, part in enumerate(content))
+
+
+def _text_of(part: ContentPart | str, where: str, at: int, is_latest: bool) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.refusal if part.type == "refusal" else part.text if part.type in TEXT_PARTS else None
+    if text is not None or part.type in THOUGHT_PARTS:
+        return text or ""
+    if is_latest:
+        raise InvalidRequest(f"{where}[{at}]: this model reads text only, not {part.type!r}", param=where)
+    return f"[{part.type[:MAX_KIND_CHARS]} left out: this model reads text only]"
+
+
+def _thoughts(message: ChatMessage) -> str | None:
+    """Returns the reasoning among a message's parts; None where there is none."""
+    if not isinstance(message.content, list) or message.role != "assistant":
+        return None
+    found = ""
+    for part in message.content:
+        if isinstance(part, ContentPart) and part.type in THOUGHT_PARTS:
+            given = part.thinking if part.thinking is not None else part.text
+            texts = [given] if isinstance(given, str) else [one.get("text") for one in given or ()]
+            found += "".join(text for text in texts if isinstance(text, str))
+    return found or None
 
 
 def _call(call: PastToolCall) -> Json:
-    given = call.function.arguments
+    given = call.called.arguments
     text = given if isinstance(given, str) else _tojson(given or {})
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": text or "{}"}}
+    return {"id": call.id, "type": "function", "function": {"name": call.called.name, "arguments": text or "{}"}}
 
 
 def _decoded(text: str) -> Any:
