@@ -171,6 +171,7 @@ class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     placement: PlacementPolicy = "rendezvous"  # by which the leader looks for better plans
     replicas: Count = 2  # boxes that hold each expert, in memory or on disk, as far as there is room
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
+    may_leave: bool = False  # no expert has its home here, so that this box may come and go
     migrate_s: Seconds = 300.0  # between looks for a better plan; 0: experts move only where they must
     migrate_steps: Count = 3000  # of a box, between reviews of the plan of placement = gimbal, besides migrate_s
     migrate_bytes_per_s: Rate = 32e6  # at which, at most, experts come that have another home meanwhile; 0: no limit

@@ -96,6 +96,7 @@ class ClusterFront:
                 devices=tuple(device.kind for device in whole.device),
                 ram_bytes=probe_machine().ram_total_bytes,
                 serves=settings.role,
+                may_leave=settings.may_leave,
             ),
             local=self,
         )

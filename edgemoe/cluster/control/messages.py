@@ -153,6 +153,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     doubles: Annotated[tuple[DoubleBox, ...], Meta(max_length=MAX_NODES)] = ()  # that it sees
     models: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)] = ()  # further ones, beside the cluster's
     cuts: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()  # boxes that all cut off, while it leads
+    may_leave: bool = False  # it is no home of experts
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):

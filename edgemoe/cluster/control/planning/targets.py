@@ -58,7 +58,7 @@ class HomeInventory:
         boxes = []
         for node, announced in announcements.items():
             engine = announced.engine if announced is not None else None
-            if announced is not None and (announced.role == "witness" or (engine is not None and not engine.shares)):
+            if announced is not None and _is_no_home(announced):
                 continue
             away_s = absent_s(node)
             disk, ram = _experts_of(engine, serving) if engine is not None else (None, None)
@@ -69,6 +69,12 @@ class HomeInventory:
             rooms, plan = (_rooms(engine, serving), engine.plan) if engine is not None else ((), "")
             boxes.append(ExpertHome(node, rooms, disk, ram, away_s, announced is not None and announced.leaving, plan))
         return tuple(boxes)
+
+
+def _is_no_home(announced: Announce) -> bool:
+    """Whether a box never is a home: a witness, one that may leave, or one whose engine shares no experts."""
+    shares = announced.engine is None or announced.engine.shares
+    return announced.role == "witness" or announced.may_leave or not shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgemoe.cluster.control.messages import Announce, ChannelDescription
 from edgemoe.cluster.control.planning.targets import (
@@ -15,6 +17,7 @@ from edgemoe.cluster.control.planning.targets import (
     make_target,
     replan_reason,
 )
+from edgemoe.errors import PlacementInfeasible
 from edgemoe.types.placement import pack_bits
 
 
@@ -57,6 +60,41 @@ def test_a_plan_goes_on_while_there_is_room_for_each_size(rooms: tuple[int, ...]
     whole = np.ones((3, 6), np.bool_)
     plan = make_plan(engine, make_target(PlacementTask(engine, (ExpertHome("a", (12, 6), whole),), 1)), 1, 1)
     assert replan_reason(plan, engine, (ExpertHome("a", rooms, whole),), 5.0) == why
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 18), st.floats(0.0, 1e5)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_no_expert_lives_on_a_box_that_may_leave_and_its_coming_and_going_changes_no_plan(
+    boxes: list[tuple[bool, int, float]], replicas: int
+) -> None:
+    """Boxes: whether it may leave, its room for experts, and for how long it is away if it may."""
+    bits = pack_bits(np.ones((3, 6), np.bool_))
+    engine = msgspec.structs.replace(card(()), disk=bits, ram=bits)
+    announced = {
+        f"box-{n}": Announce("1", "box", "", engine=msgspec.structs.replace(engine, rooms=(room,)), may_leave=leaves)
+        for n, (leaves, room, _) in enumerate(boxes)
+    }
+    staying = [f"box-{n}" for n, (leaves, room, _) in enumerate(boxes) if not leaves and room]
+    inventory, away = HomeInventory(), {f"box-{n}": away_s for n, (leaves, _, away_s) in enumerate(boxes) if leaves}
+    seen = inventory.update(announced, lambda _: 0.0, engine, 0.0)
+    task = PlacementTask(engine, seen, replicas)
+    if not staying:
+        with pytest.raises(PlacementInfeasible):
+            make_target(task)
+        return
+    target = make_target(task)
+    assert set(target.nodes) == set(staying)
+    assert (target.homes | target.disk).any(axis=0).all(), "each expert has a home that stays"
+    plan = make_plan(engine, target, 1, 1)
+    for gone in (away, {}, dict.fromkeys(away, 0.5)):
+        later = inventory.update(announced, lambda node: gone.get(node, 0.0), engine, 1.0)  # noqa: B023
+        assert replan_reason(plan, engine, later, 5.0) == ""
+    without = inventory.update({node: announced[node] for node in staying}, lambda _: 0.0, engine, 2.0)
+    assert replan_reason(plan, engine, without, 5.0) == ""
+    changed = announced | {staying[0]: msgspec.structs.replace(announced[staying[0]], may_leave=True)}
+    assert replan_reason(plan, engine, inventory.update(changed, lambda _: 0.0, engine, 3.0), 5.0)
 
 
 @pytest.mark.parametrize(("rooms", "seen"), [((7, 3), (7, 3)), ((), (0, 0)), ((10,), (0, 0)), ((1, 2, 3), (0, 0))])
