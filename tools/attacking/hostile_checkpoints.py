@@ -14,8 +14,11 @@ from typing import Any
 import msgspec
 
 from edgemoe.demo import model_path
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.routing_recording import LENGTH, MAGIC, SUFFIX, RecordingHeader
 from tools.fuzzing.recordings import good
+from tools.fuzzing.target import KEPT
 
 SERVED_ONCE = "tools.attacking.served_once"
 Json = dict[str, Any]
@@ -43,6 +46,8 @@ def _served(change: Callable[[Path], None]) -> Callable[[Path], Command]:
     def make(folder: Path) -> Command:
         model = _checkpoint(folder)
         change(model)
+        if (kernels := KEPT.parent / "kernels").is_dir():
+            shutil.copytree(kernels, folder / "kernels")  # compiled ones lie beside the folder of stores
         return [SERVED_ONCE, str(model), str(folder)]
 
     return make
@@ -231,15 +236,17 @@ GGUFS: dict[str, Callable[[Path], Command]] = {
 # --- recordings --------------------------------------------------------------------------------------------------
 
 
-def _recording(*parts: bytes, lengths: tuple[int, ...] = ()) -> Callable[[Path], Command]:
+def _recording(header: list[Any], *blocks: bytes, lengths: tuple[int, ...] = ()) -> Callable[[Path], Command]:
+    """Converts a recording of the demo model for training, with blocks that may lie about their `lengths`."""
+
     def make(folder: Path) -> Command:
-        recorded = folder / "recorded"
+        store, recorded = ensure_store(model_path(), KEPT), folder / "recorded"
         recorded.mkdir()
         data = MAGIC
-        for number, part in enumerate(parts):
+        for number, part in enumerate((_part([Manifest.load(store).digest, *header[1:]]), *blocks)):
             data += LENGTH.pack(lengths[number] if number < len(lengths) else len(part)) + part
         (recorded / f"a{SUFFIX}").write_bytes(data)
-        return ["scoutgate.convert", str(recorded), "--model", str(model_path()), "--out", str(folder / "out")]
+        return ["scoutgate.convert", str(recorded), "--model", str(store), "--out", str(folder / "out")]
 
     return make
 
@@ -257,14 +264,14 @@ def _lying(**changed: Any) -> list[Any]:
     return block
 
 
+OWN = good()[0]
 STEPS = 12
-OWN = _part(good()[0])
 RECORDINGS: dict[str, Callable[[Path], Command]] = {
-    "recording: length of 2^32": _recording(OWN, b"x", lengths=(len(OWN), 2**32 - 1)),
+    "recording: length of 2^32": _recording(OWN, b"x", lengths=(len(_part(["0" * 32, *OWN[1:]])), 2**32 - 1)),
     "recording: bomb": _recording(OWN, zlib.compress(bytes(1 << 30))),
     "recording: deep": _recording(OWN, zlib.compress(b"\x91" * 1_000_000)),
-    "recording: no numbers of experts": _recording(_part(list(msgspec.structs.astuple(RecordingHeader("d", 0, 0, 0))))),
-    "recording: 2^30 experts": _recording(_part(["d", 2**30, 2**30, 2**30, True])),
+    "recording: no experts": _recording(list(msgspec.structs.astuple(RecordingHeader("", 0, 0, 0)))),
+    "recording: 2^30 experts": _recording(["", 2**30, 2**30, 2**30, True]),
     "recording: tokens of 2^31": _recording(
         OWN, _part(_lying(tokens=struct.pack("<i", 2**31 - 1) * STEPS, positions=struct.pack("<i", -1) * STEPS))
     ),
