@@ -71,3 +71,19 @@ def test_the_list_names_each_library_with_its_hashes_and_machines() -> None:
     assert [each["content"] for each in needed["externalReferences"][0]["hashes"]] == list(torch.sha256)
     assert optional["scope"] == "optional"
     assert optional["properties"][0]["value"] == triton.marker
+
+
+ADVISORIES: list[dict[str, str]] = tomllib.loads((ROOT / "tools/advisories.toml").read_text())["advisory"]
+
+
+@pytest.mark.parametrize("advisory", ADVISORIES, ids=[each["id"] for each in ADVISORIES])
+def test_no_release_with_a_known_weakness_is_locked_or_admitted(advisory: dict[str, str]) -> None:
+    fixed, name = Version(advisory["fixed"]), advisory["library"]
+    versions = [
+        each.version for file in LOCKS for each in locked_libraries((ROOT / file).read_text()) if each.name == name
+    ]
+    assert all(Version(version) >= fixed for version in versions), advisory["effect"]
+    own = [one for one in map(Requirement, PROJECT["project"]["dependencies"]) if canonicalize_name(one.name) == name]
+    assert versions or own, "no library of the service has this name"
+    lowest = [spec.version for one in own for spec in one.specifier if spec.operator == ">="]
+    assert all(Version(version) >= fixed for version in lowest), advisory["effect"]

@@ -19,17 +19,27 @@ from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.routing_recording import LENGTH, MAGIC, SUFFIX, RecordingHeader
 from tools.fuzzing.recordings import good
 from tools.fuzzing.target import KEPT
+from tools.testbed.float32_model import float32_demo
 
+FLOAT32 = "demo-float32"
 SERVED_ONCE = "tools.attacking.served_once"
 Json = dict[str, Any]
 Command = list[str]
 
 
 def _checkpoint(folder: Path) -> Path:
-    """Copies the demo model; weights are links."""
+    """Copies the demo model in float32; weights are links."""
     made = folder / "model"
-    shutil.copytree(model_path(), made, copy_function=os.link)
+    float32_demo(KEPT.parent)
+    shutil.copytree(KEPT.parent / FLOAT32, made, copy_function=_link)
     return made
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
 
 
 def _put(path: Path, data: bytes | str) -> None:
