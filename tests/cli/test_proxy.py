@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,15 @@ import msgspec
 import pytest
 import pytest_asyncio
 from support.front_kit import running, settings_for, write_model
+from support.rolling import THIS
 from support.waiting import until
 
 from edgemoe.api.generate.held_answer import ASKS_FRAMES, HELD_BYTES, HeldAnswer
 from edgemoe.cli import proxy_command
+from edgemoe.cli.dashboard import proxy_server
 from edgemoe.cli.proxy_command import FrontAddress, FrontProxy, run
 from edgemoe.errors import ServiceError
+from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -320,3 +326,63 @@ async def test_addresses_that_lead_nowhere_or_past_the_keys_are_refused(tmp_path
     options = type("Options", (), {"front": ["unix:/x"], "socket": None, "listen": "127.0.0.1:0", "requests": 1})
     with pytest.raises(ServiceError, match="asks for no key"):
         run(options())  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def front_process(folder: Path, model: Path) -> AsyncIterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Runs a front in a process of its own, whose scripted engine takes 20 ms a token."""
+    folder.mkdir()
+    settings = settings_for(folder, model)
+    path = Path(settings.api.socket)
+    command = [*THIS, msgspec.json.encode(settings).decode()]
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "SCRIPTED_STEP_S": "0.02"})
+    try:
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://edgemoe") as client:
+
+            async def is_ready() -> bool:
+                with contextlib.suppress(httpx.HTTPError):
+                    return (await client.get("/health")).is_success
+                return False
+
+            while not await is_ready():
+                assert process.poll() is None, (folder / "log").read_text()
+                await asyncio.sleep(0.1)
+        yield process, path
+    finally:
+        process.kill()
+        process.wait(15)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_front_s_process_that_is_killed_or_stopped_mid_stream_costs_no_token(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_command, "LOOK_S", 0.5)
+    model = write_model(tmp_path / "model")
+    body = {"model": "tiny", "prompt": "one", "max_tokens": 60, "stream": True, "seed": 3}
+    async with (
+        front_process(tmp_path / "a", model) as (dying, first),
+        front_process(tmp_path / "b", model) as (_, second),
+    ):
+        proxy = FrontProxy([FrontAddress.of(f"unix:{path}") for path in (first, second)], 8)
+        listener = tcp_socket("127.0.0.1:0")
+        server = proxy_server(proxy)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=address, timeout=60.0) as client:
+            wanted = await client.post("/v1/completions", json=body)
+            lines = list[str]()
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    if len(lines) == 20:
+                        os.kill(dying.pid, number)
+        assert proxy.moved == 1
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert summary(events_of("\n".join(lines))) == summary(events_of(wanted.text))
+        check_ids(events_of("\n".join(lines)))
+        server.should_exit = True
+        await serving
+        await proxy.close()
