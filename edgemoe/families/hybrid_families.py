@@ -32,6 +32,7 @@ from edgemoe.families.spec import TensorNames
 from edgemoe.families.state_mechanisms import (
     conv_layers,
     delta_layers,
+    dense_part_width,
     granite_mamba,
     layers_of_part,
     mamba_layers,
@@ -201,7 +202,7 @@ HYBRID_FAMILIES = (
             "activation": choice("mlp_hidden_act", {"relu2": RELU2}, RELU2),
             "dense_layers": layers_of_part("mlp"),
             "bare_layers": layers_of_part(LINEAR, FULL),
-            "dense_width": whole("intermediate_size", default=0),
+            "dense_width": dense_part_width,
             "shared_width": whole("moe_shared_expert_intermediate_size", default=0),
             "latent": whole("moe_latent_size", default=0),
         },

@@ -285,6 +285,11 @@ def layers_of_part(*parts: str) -> ConfigReader:
     return lambda config: frozenset(n for n, kind in enumerate(part_kinds(config)) if kind in parts)
 
 
+def dense_part_width(config: Config) -> int:
+    """Returns the width of layers that are dense networks; 0 for a model without such layers."""
+    return integer(config, "intermediate_size") if "mlp" in part_kinds(config) else 0
+
+
 NEMOTRON_LACKS: dict[str, tuple[bool | int | str, ...]] = {  # switches, and the values that are supported
     "mamba_hidden_act": ("silu",),
     "mlp_bias": (False,),

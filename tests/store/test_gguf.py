@@ -38,7 +38,6 @@ NO_GGUF = {  # architectures whose GGUF files are refused by name
         "GraniteMoeSharedForCausalLM",
         "GraniteMoeSWAForCausalLM",
         "LagunaForCausalLM",
-        "NemotronHForCausalLM",
     ),
     *("MellumForCausalLM", "SolarOpenForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
     *("Glm4vMoeForConditionalGeneration", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),

@@ -40,8 +40,10 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "lfm2_moe": "lfm2moe",
+    "nemotron_h": "nemotron_h_moe",
 }
 NEVER: dict[str, dict[str, Any]] = {  # settings that no GGUF of the architecture can hold
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},  # no dense layers
     "qwen2_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
     "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # alpha goes into the base
 }
@@ -65,6 +67,7 @@ def gguf_checkpoint(family: str, folder: Path, vocab: int, **sizes: Any) -> Path
 def write_gguf(family: str, checkpoint: Path, path: Path, kind: str = "F32") -> Path:
     """Writes a checkpoint as one GGUF file whose experts are of `kind`; all else is float32."""
     config = json.loads((checkpoint / "config.json").read_text())
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture = ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, architecture)
     _metadata(writer, family, config)
@@ -117,8 +120,9 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> N
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    writer.add_rope_freq_base(full["rope_theta"])
+    eps = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(next(config[key] for key in eps if config.get(key)))
+    writer.add_rope_freq_base(full.get("rope_theta", 1e4))
     writer.add_expert_count(experts)
     writer.add_expert_used_count(chosen)
     writer.add_expert_feed_forward_length(width)
@@ -223,7 +227,23 @@ def _lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds = config["layers_block_type"]
+    _shared(writer, config)
+    writer.add_feed_forward_length([config["moe_intermediate_size"] if each == "moe" else 0 for each in kinds])
+    writer.add_head_count_kv([config["num_key_value_heads"] if each == "full_attention" else 0 for each in kinds])
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    if config.get("moe_latent_size"):
+        writer.add_moe_latent_size(config["moe_latent_size"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+
+
 _OWN: dict[str, Any] = {
+    "nemotron_h": _nemotron,
     "olmoe": lambda writer, config: writer.add_clamp_kqv(config["clip_qkv"]) if config["clip_qkv"] else None,
     "qwen2_moe": lambda writer, config: writer.add_expert_shared_feed_forward_length(
         config["shared_expert_intermediate_size"]
@@ -273,9 +293,9 @@ def _tensors(family: str, config: dict[str, Any], state: dict[str, Floats]) -> I
         half = _wide(config) // 2
         yield "rope_freqs.weight", np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), np.float32)
     for name, weights in state.items():
-        layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        layer = re.match(r"(?:model|backbone)\.layers\.(\d+)\.(.*)", name)
         base, part = (f"blk.{layer[1]}", layer[2]) if layer else ("", name)
-        if family in ("mixtral", "granitemoe") and part.endswith(("q_proj.weight", "k_proj.weight")):
+        if family in ("mixtral", "granitemoe", "nemotron_h") and part.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if "q_proj" in part else "num_key_value_heads"]
             weights = weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
         if family in ("qwen3_next", "qwen3_5_moe_text"):
@@ -287,14 +307,24 @@ def _tensors(family: str, config: dict[str, Any], state: dict[str, Floats]) -> I
             yield f"{base}.attn_v_b.weight", parts[:, plain:]
         elif part in ("router.scale", "router.per_expert_scale"):
             yield f"{base}.{'ffn_gate_inp' if part == 'router.scale' else 'ffn_down_exps'}.scale", weights
-        elif part.endswith("conv.conv.weight"):
+        elif part.endswith("conv.conv.weight") or part == "mixer.conv1d.weight":
             yield name, weights[:, 0]
+        elif part in ("mixer.A_log", "mixer.D"):
+            yield f"{base}.ssm_{'a' if part == 'mixer.A_log' else 'd'}", _of_mamba(part, weights)
+        elif part == "mixer.dt_bias":
+            yield f"{base}.ssm_dt.bias", weights
+        elif part == "mixer.norm.weight":
+            yield name, weights.reshape(config["n_groups"], -1)
         elif part.endswith(("sinks", "layer_scalar")):
             yield f"{name}.weight", weights
         elif part.endswith(("e_score_correction_bias", "expert_bias")):
             yield f"{base}.exp_probs_b.bias", weights
         else:
             yield name, weights
+
+
+def _of_mamba(part: str, weights: Floats) -> Floats:
+    return (-np.exp(weights) if part == "mixer.A_log" else weights).reshape(-1, 1)
 
 
 def _of_delta(
@@ -343,7 +373,7 @@ def _experts(state: dict[str, Floats]) -> Iterator[tuple[str, Floats]]:
     found: dict[tuple[str, str], dict[int, Floats]] = {}
     ours = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
     for name in list(state):
-        one = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight", name)
+        one = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight", name)
         stack = re.fullmatch(
             r"model\.layers\.(\d+)\.(mlp\.experts\.|experts\.|block_sparse_moe\.)(\w+?)(_bias|\.weight)?", name
         )

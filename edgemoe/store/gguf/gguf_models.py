@@ -355,6 +355,30 @@ def _lfm2(meta: GgufMetadata, config: Json) -> Json:
     }
 
 
+def _nemotron(meta: GgufMetadata, config: Json) -> Json:
+    layers, heads = config["num_hidden_layers"], meta.integer("ssm.time_step_rank")
+    marks = {"ssm_in": LINEAR, "attn_q": FULL, "ffn_down_exps": "moe"}  # tensors of a kind of layer
+    return {
+        **_shared(meta, config),
+        "layers_block_type": [
+            next((kind for mark, kind in marks.items() if meta.has(f"blk.{n}.{mark}.weight")), "mlp")
+            for n in range(layers)
+        ],
+        "layer_norm_epsilon": meta.real(
+            "attention.layer_norm_rms_epsilon", meta.real("attention.layer_norm_epsilon", 1e-5)
+        ),
+        "moe_shared_expert_intermediate_size": meta.integer("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": meta.integer("moe_latent_size", 0),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": meta.integer("ssm.inner_size") // max(1, heads),
+        "ssm_state_size": meta.integer("ssm.state_size"),
+        "n_groups": meta.integer("ssm.group_count"),
+        "conv_kernel": meta.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(meta.has(f"blk.{n}.ssm_conv1d.bias") for n in range(layers)),
+        "use_bias": any(meta.has(f"blk.{n}.ssm_in.bias") for n in range(layers)),
+    }
+
+
 GGUF_FAMILIES: dict[str, GgufFamily] = {  # general.architecture -> family
     "llama": GgufFamily("MixtralForCausalLM", _mixtral, turned=True),
     "olmoe": GgufFamily("OlmoeForCausalLM", _olmoe),
@@ -372,4 +396,5 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {  # general.architecture -> family
     "hunyuan-moe": GgufFamily("HunYuanMoEV1ForCausalLM", _hunyuan),
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", _ernie),
     "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", _lfm2),
+    "nemotron_h_moe": GgufFamily("NemotronHForCausalLM", _nemotron, turned=True),
 }

@@ -17,6 +17,7 @@ from edgemoe.store.gguf.gguf_values import (
     BlockSource,
     MadeSource,
     Undo,
+    flattened,
     grouped_heads,
     halves_of_heads,
     keys_and_values,
@@ -57,6 +58,10 @@ LAYER = {  # part of a layer's tensor, in transformers -> in GGUF
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -65,11 +70,16 @@ LAYER = {  # part of a layer's tensor, in transformers -> in GGUF
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.fc1_latent_proj": "ffn_latent_down",
+    "mlp.fc2_latent_proj": "ffn_latent_up",
 }
 NAMED = {  # the same for whole names, which differ in more than a part
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.gate.scale": "ffn_gate_inp.scale",
     "mlp.gate.per_expert_scale": "ffn_down_exps.scale",
@@ -81,6 +91,7 @@ NAMED = {  # the same for whole names, which differ in more than a part
     "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
     "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
 }
+MAMBA_UNDO: dict[str, Undo] = {"mamba.A_log": log_of_negative, "mamba.norm.weight": flattened}
 BESIDE = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(rope_freqs|nextn)\..*")
 QKV = re.compile(r"(blk\.\d+)\.attn_([qkv])\.(weight|bias)")
@@ -121,12 +132,11 @@ class GgufTensors:
         def part(name: str, *shape: int) -> Callable[[int], SourceRows]:
             return lambda expert: SourceRows(f"{base}.{name}", (count, *shape), (expert,))
 
-        halves = [part(f"ffn_{each}_exps.weight", width, hidden) for each in ("gate", "up")]
+        first = ("gate", "up")[-geometry.activation.inputs :]
+        halves = [part(f"ffn_{each}_exps.weight", width, hidden) for each in first]
         if f"{base}.ffn_gate_up_exps.weight" in self._model.tensors:
-            halves = [part("ffn_gate_up_exps.weight", 2 * width, hidden)]
-        biases = [part(f"ffn_{each}_exps.bias", width) for each in ("gate", "up")] + [
-            part("ffn_down_exps.bias", hidden)
-        ]
+            halves = [part("ffn_gate_up_exps.weight", geometry.first_rows, hidden)]
+        biases = [part(f"ffn_{each}_exps.bias", width) for each in first] + [part("ffn_down_exps.bias", hidden)]
         down = part("ffn_down_exps.weight", hidden, width)
         for expert in range(count):
             own = tuple(each(expert) for each in biases) if geometry.biases else ()
@@ -163,6 +173,7 @@ class GgufTensors:
         undo = _norm_undo(self._family, part)
         if self._family.turned and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             undo = halves_of_heads(heads.count if stem == "self_attn.q_proj" else heads.kv_count)
+        undo = MAMBA_UNDO.get(part, undo)
         if isinstance(heads, DeltaHeads) and part.startswith("linear_attn."):
             undo = _delta_undo(self._family, heads, part)
         return (name,), undo

@@ -116,6 +116,11 @@ def log_of_negative(weights: Floats) -> Floats:
     return np.log(-weights)
 
 
+def flattened(weights: Floats) -> Floats:
+    """Returns the weights of groups as one vector."""
+    return weights.reshape(-1)
+
+
 def halves_of_heads(heads: int) -> Undo:
     """Turns rows of queries or keys, in each head pair by pair, into the first elements of pairs before the second."""
 
