@@ -247,8 +247,9 @@ def test_the_units_log_says_once_why_no_engine_starts(service: Service) -> None:
     assert "memory.ram_bytes" in reason
     front = service.show("MainPID")
     assert service.journal().count("the engine cannot start") == 1
-    assert reason in service.system.run(*service.ask())
-    assert reason in service.system.run(f"{HOME}/bin/edgemoe", "status", "--json", check=False)
+    assert json.loads(service.system.run(*service.ask()))["error"]["message"] == reason
+    status = json.loads(service.system.run(f"{HOME}/bin/edgemoe", "status", "--json", check=False))
+    assert status["health"]["cannot_start"]["reason"] == reason
     assert service.show("MainPID") == front
     assert service.show("NRestarts") == "0"
     file.unlink()
