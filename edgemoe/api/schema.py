@@ -320,15 +320,24 @@ def read_named(body: bytes, kind: type[T]) -> tuple[T, FieldNames]:
     check_parts(body)
     if body.lstrip()[:1] not in (b"{", b""):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    raw = _read(lambda: msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    fields, clients = _read(lambda: _own_fields(body, kind))
+    names = FieldNames(clients)
+    whole = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})
+    with names.renamed():
+        return _read(lambda: msgspec.json.decode(whole, type=kind)), names
+
+
+def _own_fields(body: bytes, kind: type[T]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Returns the body's fields by this server's names, and the client's names of renamed fields.
+
+    Raises InvalidRequest, and for a part that cannot be read the errors that `_read` expects.
+    """
+    raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     fields = {name: bytes(value) for name, value in raw.items()}
     if issubclass(kind, RequestBody):
         unwrap_extra_body(fields)
         refuse_unsupported(fields, kind)
-    names = FieldNames(read_peer_fields(fields, kind) if issubclass(kind, msgspec.Struct) else {})
-    whole = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})
-    with names.renamed():
-        return _read(lambda: msgspec.json.decode(whole, type=kind)), names
+    return fields, read_peer_fields(fields, kind) if issubclass(kind, msgspec.Struct) else {}
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:

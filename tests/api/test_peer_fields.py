@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain, product
 from typing import Any
 
 import httpx
@@ -16,8 +17,9 @@ from support.grammars import response_grammar
 from edgemoe.api import peer_fields
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
+from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
 from edgemoe.api.endpoints.responses import ResponsesBody
-from edgemoe.api.schema import REFUSED, Chat, Completion, Tokenize, read, read_named
+from edgemoe.api.schema import REFUSED, Chat, Completion, Detokenize, Infill, Tokenize, read, read_named
 from edgemoe.api.text.chat_template import for_template
 from edgemoe.errors import InvalidRequest
 
@@ -441,3 +443,28 @@ async def test_llama_cpps_clients_tokenize(http: httpx.AsyncClient) -> None:
     pieces = (await http.post("/tokenize", json={"content": "abc", "with_pieces": True})).json()["tokens"]
     assert (await http.post("/detokenize", json={"tokens": plain})).json()["content"] == "abc \u00e9"
     assert "".join(one["piece"] for one in pieces) == "abc"
+
+
+KINDS: tuple[type[msgspec.Struct], ...] = (
+    *(Chat, Completion, Infill, Tokenize, Detokenize),
+    *(ResponsesBody, MessagesBody, OllamaChat, OllamaPrompt),
+)
+OTHERS = ("extra_body", "do_sample", "think", "thinking", "google", "reasoning", "functions", "function_call", "format")
+ODD = (
+    *(b"1e999999", b"9" * 5000, b'"\\ud800"', b'{"a": 1e999999}', b"[[5, 1e999999]]"),
+    *(b"[" * depth + b"1.5" + b"]" * depth for depth in (120, 700, 900, 3000)),
+    b'{"a":' * 900 + b"1.5" + b"}" * 900,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_impossible_values_of_any_field_are_the_client_s_fault(kind: type[msgspec.Struct]) -> None:
+    aliases, sentinels = peer_fields.ALIASES, peer_fields.SENTINELS
+    names = {*kind.__struct_fields__, *aliases, *chain(*aliases.values()), *sentinels, *REFUSED, *OTHERS}
+    refused = 0
+    for name, value in product(sorted(names), ODD):
+        try:
+            read_named(b'{"%s": %s}' % (name.encode(), value), kind)
+        except InvalidRequest:
+            refused += 1
+    assert refused > len(names)
