@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.encodings.affine import decode_affine, encode_affine, join_factors, split_factors
+from edgemoe.encodings.bfloat import from_bf16, to_bf16
 from edgemoe.encodings.rows import E2M1, join, split
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
@@ -33,6 +35,10 @@ def pack(weights: Floats, encoding: Encoding) -> Bytes:
     rows, step = np.empty((len(weights), encoding.row_bytes(columns)), np.uint8), max(1, BLOCK_WEIGHTS // columns)
     for first in range(0, len(weights), step):
         block = np.ascontiguousarray(weights[first : first + step], np.float32)
+        if encoding.is_affine:
+            affine_codes, factors = encode_affine(block, encoding)
+            rows[first : first + step] = join(affine_codes, join_factors(factors, encoding), encoding)
+            continue
         rows[first : first + step] = join(*_ENCODE[encoding.name](block), encoding)
     return rows
 
@@ -45,6 +51,8 @@ def unpack(rows: Bytes, encoding: Encoding, columns: int) -> Floats:
     if encoding.name == "bfloat16":
         return from_bf16(rows.view(np.uint16))
     codes, scales = split(rows, encoding, columns)
+    if encoding.is_affine:
+        return decode_affine(codes, split_factors(scales, encoding, columns), encoding)
     values, factors = _DECODE[encoding.name](codes, np.ascontiguousarray(scales))
     with np.errstate(over="ignore", invalid="ignore"):
         product: Floats = values * np.repeat(factors, encoding.group, axis=1)[:, :columns]
@@ -62,17 +70,6 @@ def scale_bytes(scales: Floats, encoding: Encoding) -> Bytes:
         return (np.ascontiguousarray(scales).view(np.uint32) >> np.uint32(23)).astype(np.uint8)
     rows = np.ascontiguousarray(scales) if encoding.name == "fp8" else to_bf16(np.ascontiguousarray(scales))
     return rows.view(np.uint8)
-
-
-def to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
-    """Returns finite float32 as the bits of bfloat16, rounded to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
-    """Returns the bits of bfloat16 as float32."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _grouped(weights: Floats) -> Floats:
@@ -178,4 +175,4 @@ _DECODE: dict[str, Callable[[Bytes, Bytes], tuple[Floats, Floats]]] = {
     "mxfp4": _decode_mxfp4,
     "fp8": _decode_fp8,
 }
-assert {*_ENCODE, "float32", "bfloat16"} == set(ENCODINGS)
+assert {*_ENCODE, "float32", "bfloat16"} == {each.name for each in ENCODINGS.values() if not each.is_affine}

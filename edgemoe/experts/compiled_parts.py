@@ -18,7 +18,7 @@ from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.jit.object_cache import CompiledPart, build
 from edgemoe.kernels.cpu.encoded.row_code import row_parts
 from edgemoe.kernels.cpu.runtime import kernel_part, stage_parts
-from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
+from edgemoe.types.encoding import AFFINE, BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
 
 TIERS = CompiledPart((*TIER_CODES, *ASSIGNMENT_CODES, *ACTIVITY_CODES, *HINT_CODES, *EXCHANGE_CODES))
 
@@ -27,7 +27,7 @@ def model_parts(bf16: bool) -> Iterator[CompiledPart]:
     """Yields all parts that models of one weight type may link. Some gates are float32 in models of bfloat16."""
     yield kernel_part(bf16)
     yield from stage_parts(bf16)
-    for encoding in (*((BFLOAT16,) if bf16 else ()), FLOAT32, INT8, INT4, MXFP4, FP8):
+    for encoding in (*((BFLOAT16,) if bf16 else ()), FLOAT32, INT8, INT4, MXFP4, FP8, *AFFINE):
         yield from row_parts(encoding, bf16)
 
 

@@ -28,7 +28,7 @@ from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, Progress, no_progress, pack, place_of
 from edgemoe.store.sources import check_method
-from edgemoe.types.encoding import ENCODINGS
+from edgemoe.types.encoding import pair_of
 
 FOLDER = ".hub"
 STORE_OF_GGUF = 2  # times the bytes of the files, at most: of Q2 in int4, and of dense weights in bfloat16
@@ -178,8 +178,10 @@ def _most_bytes(spec: ModelSpec, encodings: Sequence[str], shards: Sequence[int]
     if all(name == KEEP for name in encodings):
         return weights_bytes + max(dense_bytes, *shards)
     sizes = (spec.geometry.hidden, spec.geometry.width)
-    chosen = (ENCODINGS[spec.dtype if name == KEEP else name] for name in encodings)
-    fitting = tuple(each.name if all(map(each.fits, sizes)) else spec.dtype for each in chosen)
+    chosen = (spec.dtype if name == KEEP else name for name in encodings)
+    fitting = tuple(
+        name if all(each.fits(size) for each in pair_of(name) for size in sizes) else spec.dtype for name in chosen
+    )
     return replace(spec, encodings=fitting).geometry.all_bytes + dense_bytes + max(dense_bytes, *shards)
 
 

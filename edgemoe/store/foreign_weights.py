@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.encodings.codec import E4M3, from_bf16
+from edgemoe.encodings.bfloat import from_bf16
+from edgemoe.encodings.codec import E4M3
 from edgemoe.encodings.rows import E2M1
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import CheckpointTensor

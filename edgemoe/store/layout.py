@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,11 +24,17 @@ from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
 from edgemoe.store.sources import SourceRows, SourceTensor, check_method
 from edgemoe.types.bounds import is_number
-from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
+from edgemoe.types.encoding import ENCODINGS, FLOAT32, PAIR, Encoding, pair_name, pair_of
 from edgemoe.types.experts import ExpertGeometry, padded
 
 KEEP = "keep"
-ENCODING_NAMES = {"int4": "int4", "int8": "int8", "bf16": "bfloat16", KEEP: KEEP}  # as asked for -> an encoding's name
+ENCODING_NAMES = {  # as asked for -> an encoding's name
+    **{name: name for name in ("int4", "int8", "q4_k", "q5_k", "q6_k")},
+    "bf16": "bfloat16",
+    "f32": "float32",
+    KEEP: KEEP,
+}
+DENSE_NAMES = ("int4", "int8", "bf16", "f32", KEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,8 @@ class WantedEncodings:
             by_number = is_number(layer)
             if not equals or not (layer in ("first", "last") or by_number):
                 raise ConfigError(f"--experts: {other!r} is no LAYER=ENCODING, such as first=int8, last=int8 or 3=int8")
-            layers.append((str(int(layer)) if by_number else layer, _encoding_name(name, "--experts")))
-        return cls(_encoding_name(usual, "--experts"), _encoding_name(dense, "--dense"), tuple(sorted(layers)))
+            layers.append((str(int(layer)) if by_number else layer, _expert_encoding(name)))
+        return cls(_expert_encoding(usual), _encoding_name(dense, "--dense", DENSE_NAMES), tuple(sorted(layers)))
 
     def of_layer(self, layer: int, layers: int) -> str:
         """Returns the encoding of one layer's experts."""
@@ -67,11 +73,11 @@ class WantedEncodings:
 
         The encodings of an `is_quantised` checkpoint are unknown, so `KEEP` allows any for it.
         """
-        asked: list[tuple[str, str, tuple[int, ...]]] = [(self.dense, found.dense.encoding, (geometry.hidden,))]
         sizes = (geometry.hidden, geometry.width)
-        for number, layer in enumerate(found.layers):
-            asked.append((self.of_layer(number, geometry.layers), layer.encoding, sizes))
-        return all(_fits(name, held or found.dtype, columns, is_quantised) for name, held, columns in asked)
+        return _fits(self.dense, found.dense.encoding or found.dtype, (geometry.hidden,), is_quantised) and all(
+            _fits(self.of_layer(number, geometry.layers), layer.encoding or found.dtype, sizes, is_quantised)
+            for number, layer in enumerate(found.layers)
+        )
 
     @property
     def label(self) -> str:
@@ -85,14 +91,24 @@ class WantedEncodings:
 
 def _fits(name: str, held: str, columns: tuple[int, ...], is_quantised: bool) -> bool:
     if name == KEEP:
-        return is_quantised or not ENCODINGS[held].group
-    return held == name or not all(map(ENCODINGS[name].fits, columns))
+        return is_quantised or not any(encoding.group for encoding in pair_of(held))
+    return held == name or not all(encoding.fits(size) for encoding in pair_of(name) for size in columns)
 
 
-def _encoding_name(name: str, option: str) -> str:
-    if name.strip() not in ENCODING_NAMES:
-        raise ConfigError(f"{option}: {name.strip()!r} is none of {', '.join(ENCODING_NAMES)}")
+def _encoding_name(name: str, option: str, names: Collection[str]) -> str:
+    if name.strip() not in names:
+        raise ConfigError(f"{option}: {name.strip()!r} is none of {', '.join(names)}")
     return ENCODING_NAMES[name.strip()]
+
+
+def _expert_encoding(name: str) -> str:
+    """Reads "q4_k", or "q4_k+q6_k" for gate and up, and down. Raises ConfigError."""
+    gate_up, pair, down = name.partition(PAIR)
+    found = _encoding_name(gate_up, "--experts", ENCODING_NAMES)
+    if not pair:
+        return found
+    encoded = [each for each in ENCODING_NAMES if ENCODINGS.get(each, FLOAT32).group]
+    return pair_name(*(_encoding_name(each, f"--experts {name}", encoded) for each in (gate_up, down)))
 
 
 STORED_AS = {"float32": "F32", "bfloat16": "BF16"}  # encoding -> safetensors dtype; others are bytes, U8
@@ -249,26 +265,38 @@ def _dtype(checkpoint: Checkpoint, layers: Sequence[Sequence[_Expert]], wanted: 
     """Returns the type of hidden states: of plain experts, or of config.json if all are quantised."""
     plain = {source.kept_as for layer in layers for source, _ in _matrices(layer) if source.kept_as in STORED_AS}
     kept = plain.pop() if len(plain) == 1 else "bfloat16" if plain else precision(checkpoint.config)
-    return "bfloat16" if wanted.dense == "bfloat16" else kept
+    return wanted.dense if wanted.dense in STORED_AS else kept
 
 
 def _layer_encoding(
     layer: Sequence[_Expert], number: int, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
 ) -> str:
+    """Returns the name of the encodings of one layer's experts, as `pair_of` reads it."""
     geometry = spec.geometry
     name = wanted.of_layer(number, geometry.layers)
-    kinds = {source.kept_as for source, _ in _matrices(layer)}
-    kept = max(kinds, key=lambda kind: (ENCODINGS[kind].bits, kind))  # the finest, where they are several
-    kept = spec.dtype if len(kinds) > 1 and kept in STORED_AS else kept
+    gate_up = _kept([rows for expert in layer for rows in expert.gate_up], spec, demanded=name == KEEP)
+    down = _kept([rows for expert in layer for rows in expert.down], spec, demanded=name == KEEP)
+    if gate_up in STORED_AS or down in STORED_AS:
+        gate_up = down = spec.dtype if gate_up != down else gate_up
     if name == KEEP:
-        for source, selection in _matrices(layer):
-            if len(kinds) == 1 and not source.is_approximated:
-                _demand_kept(source, selection)
-        return kept
-    if ENCODINGS[name].fits(geometry.hidden) and ENCODINGS[name].fits(geometry.width):
+        return pair_name(gate_up, down)
+    if all(each.fits(size) for each in pair_of(name) for size in (geometry.hidden, geometry.width)):
         return name
     unfit.append(f"experts of layer {number}")
-    return kept if kept in STORED_AS else spec.dtype
+    return gate_up if gate_up in STORED_AS else spec.dtype
+
+
+def _kept(matrices: Sequence[Rows], spec: ModelSpec, *, demanded: bool) -> str:
+    """Returns the encoding that keeps matrices, the finest where they are of several kinds.
+
+    Raises UnsupportedModel where all are of one that is `demanded`, and codes cannot be kept as they are.
+    """
+    kinds = {source.kept_as for source, _ in matrices}
+    kept = max(kinds, key=lambda kind: (ENCODINGS[kind].bits, kind))
+    for source, selection in matrices if demanded and len(kinds) == 1 else ():
+        if not source.is_approximated:
+            _demand_kept(source, selection)
+    return spec.dtype if len(kinds) > 1 and kept in STORED_AS else kept
 
 
 def _demand_kept(source: SourceTensor, selection: SourceRows) -> None:
@@ -313,7 +341,7 @@ def _dense_encoding(
     if len(source.shape) != 2 or not name.endswith(MATRICES):
         return usual
     encoding = ENCODINGS[source.kept_as if wanted.dense == KEEP else wanted.dense]
-    if wanted.dense == KEEP and not source.plain and not source.keeps(encoding):
+    if wanted.dense == KEEP and not source.plain and (encoding.is_affine or not source.keeps(encoding)):
         return usual
     if encoding.fits(source.shape[1]):
         return encoding
@@ -323,15 +351,15 @@ def _dense_encoding(
 
 def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FilePlan:
     geometry = spec.geometry
-    encoding = geometry.encoding(number)
+    encoding, down = geometry.encoding(number), geometry.down_encoding(number)
     entries: list[tuple[str, str, Shape]] = []
     runs: list[ByteRun] = []
     for index, expert in enumerate(layer):
         name = f"experts.{index}"
         first = "gate_up_proj" if geometry.activation.inputs > 1 else "up_proj"
         entries.append(_entry(f"{name}.{first}", encoding, geometry.gate_up_shape))
-        entries.append(_entry(f"{name}.down_proj", encoding, geometry.down_shape))
-        parts = [(rows, encoding) for rows in (*expert.gate_up, *expert.down)]
+        entries.append(_entry(f"{name}.down_proj", down, geometry.down_shape))
+        parts = [*((rows, encoding) for rows in expert.gate_up), *((rows, down) for rows in expert.down)]
         if expert.biases:
             entries.append((f"{name}.biases", "F32", (geometry.bias_bytes // 4,)))
             parts += [(rows, FLOAT32) for rows in expert.biases]

@@ -38,6 +38,7 @@ Size = Annotated[int, Meta(ge=0, le=1 << 60)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 EncodingName = Annotated[str, Meta(pattern=f"^({'|'.join(ENCODINGS)})?$")]
+PairName = Annotated[str, Meta(pattern=f"^(({'|'.join(ENCODINGS)})([+]({'|'.join(ENCODINGS)}))?)?$")]
 PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)]
 
 
@@ -71,7 +72,7 @@ class LayerEntry(FileEntry, frozen=True):
 
     header: Digest
     experts: tuple[ExpertEntry, ...]
-    encoding: EncodingName = ""  # "": the model's dtype
+    encoding: PairName = ""  # "": the model's dtype
 
     @cached_property
     def by_expert(self) -> dict[int, ExpertEntry]:

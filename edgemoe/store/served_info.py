@@ -22,7 +22,7 @@ def served_info(name: str, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         dtype=spec.dtype,
         expert_bytes=max(map(geometry.expert_bytes, range(geometry.layers))),
         layer_experts=geometry.layer_experts,
-        encodings=commonest_first([geometry.encoding(layer).name for layer in range(geometry.layers)]),
+        encodings=commonest_first([geometry.encoding_name(layer) for layer in range(geometry.layers)]),
         dense_encoding=spec.dense_encoding,
         kv_dtype="int8" if spec.kv_int8 else spec.dtype,
         layer_bytes=tuple(geometry.strides_bytes.tolist()),

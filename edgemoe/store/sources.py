@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.encodings.codec import E4M3, from_bf16, pack, place
+from edgemoe.encodings.affine import numbers_of, split_factors
+from edgemoe.encodings.bfloat import from_bf16
+from edgemoe.encodings.codec import E4M3, pack, place
 from edgemoe.encodings.rows import E2M1
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import CheckpointTensor
@@ -26,6 +28,7 @@ Floats = npt.NDArray[np.float32]
 ReadBytes = Callable[[CheckpointTensor, int, int], Bytes]  # tensor, offset, number of bytes
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
 E8M0_NAN = 255
+FLOATS = ("scale", "minimum")  # the factors of affine encodings that are no whole numbers
 EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
 TRANSFORM_WEIGHTS = 1 << 22  # of one transformation, where rows may be cut
 
@@ -154,6 +157,9 @@ def not_finite(tensor: CheckpointTensor, name: str) -> CheckpointError:
 def _has_nonfinite(rows: Bytes, encoding: Encoding, columns: int) -> bool:
     """Returns whether encoded rows, uint8 [R, row_bytes], have scales or codes that are not numbers or infinite."""
     codes, scales = np.split(rows[:, : encoding.row_bytes(columns)], [encoding.code_bytes(columns)], axis=1)
+    if encoding.is_affine:
+        factors = split_factors(scales, encoding, columns)
+        return not all(np.isfinite(numbers_of(factors[name], encoding)).all() for name in FLOATS if name in factors)
     if encoding.name == "mxfp4":
         return bool((scales == E8M0_NAN).any())
     if encoding.name == "fp8" and ((codes & 0x7F) == 0x7F).any():

@@ -1,28 +1,87 @@
-"""Encodings of weights: how the numbers of a matrix lie in bytes."""
+"""Encodings of weights: how the numbers of a matrix lie in bytes.
+
+An affine encoding holds unsigned codes, and for each group a scale; a weight is (code - middle) * scale,
+(code - zero) * scale or code * scale + minimum. With `part`, scale and minimum are products: of a number for each group
+and a whole number for each part of it, as in K-quants [GGML].
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LANE_COLUMNS = 32  # columns in one run of a row, one for each lane of a vector
+MIDDLE, ZERO, MINIMUM = "middle", "zero", "minimum"
+
+
+class FactorArray(NamedTuple):
+    """An array of a row's factors: one of `bytes` bytes for each `columns` columns."""
+
+    name: str
+    columns: int
+    bytes: int
+
+    def count(self, columns: int) -> int:
+        """Returns the factors of a row; the last one may serve fewer columns."""
+        return -(-columns // self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """States how a row of weights lies in memory: its codes, then its scales; rows lie one after the other."""
+    """States how a row of weights lies in memory: its codes, then its factors; rows lie one after the other."""
 
     name: str
     bits: int  # of one code
     group: int = 0  # weights that share one scale; 0: there are no scales
     scale_bytes: int = 0
+    numbers: str = ""  # of an affine encoding, the type of scales and minima: "float16" or "bfloat16"
+    offset: str = MIDDLE
+    part: int = 0  # weights that share whole numbers; 0: there are none
+    levels: bool = False  # codes are looked up in `encodings.rows.LEVELS`
+
+    @property
+    def is_affine(self) -> bool:
+        return bool(self.numbers)
+
+    @property
+    def middle(self) -> int:
+        """Returns the code that stands for zero where every group has the same one."""
+        return 1 << self.bits - 1
+
+    @property
+    def halves(self) -> int:
+        """Returns the parts of a lane whose factors differ."""
+        return LANE_COLUMNS // self.part if self.part else 1
+
+    @property
+    def factors(self) -> tuple[FactorArray, ...]:
+        """Returns the arrays that follow a row's codes, in their order."""
+        if not self.group:
+            return ()
+        arrays = [FactorArray("scale", self.group, self.scale_bytes)]
+        if self.offset == MINIMUM:
+            arrays.append(FactorArray("minimum", self.group, self.scale_bytes))
+        if self.offset == ZERO:
+            arrays.append(FactorArray("zero", self.group, 1))
+        if self.part:
+            names = ("scale", "minimum") if self.offset == MINIMUM else ("scale",)
+            arrays += [
+                FactorArray(f"{name}_part{half}", LANE_COLUMNS, 1) for name in names for half in range(self.halves)
+            ]
+        return tuple(arrays)
 
     def row_bytes(self, columns: int) -> int:
-        """Returns the bytes of one row."""
-        return self.code_bytes(columns) + self.scales(columns) * self.scale_bytes
+        """Returns the bytes of one row: whole words of an affine one, which GPUs read."""
+        size = self.code_bytes(columns) + self.factor_bytes(columns)
+        return -(-size // 4) * 4 if self.is_affine else size
 
     def code_bytes(self, columns: int) -> int:
-        """Returns the bytes of one row's codes, which its scales follow."""
+        """Returns the bytes of one row's codes, which its factors follow."""
         return columns * self.bits // 8
+
+    def factor_bytes(self, columns: int) -> int:
+        """Returns the bytes of one row's factors."""
+        return sum(array.count(columns) * array.bytes for array in self.factors)
 
     def scales(self, columns: int) -> int:
         """Returns the scales of one row; the last one may serve fewer weights than a group has."""
@@ -39,4 +98,20 @@ INT8 = Encoding("int8", 8, 32, 2)  # whole numbers, times a bfloat16: -127 to 12
 INT4 = Encoding("int4", 4, 32, 2)  # whole numbers from -8 to 7, times a bfloat16
 MXFP4 = Encoding("mxfp4", 4, 32, 1)  # E2M1, times a power of two (E8M0) [OCP-MX]
 FP8 = Encoding("fp8", 8, 128, 4)  # E4M3, times a float32
-ENCODINGS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4, MXFP4, FP8)}
+Q4_K = Encoding("q4_k", 4, 256, 2, "float16", MINIMUM, 32)
+Q5_K = Encoding("q5_k", 5, 256, 2, "float16", MINIMUM, 32)
+Q6_K = Encoding("q6_k", 6, 256, 2, "float16", MIDDLE, 16)
+AFFINE = (Q4_K, Q5_K, Q6_K)
+PAIR = "+"  # between the names of the encodings of gate and up, and of down, where they differ
+ENCODINGS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4, MXFP4, FP8, *AFFINE)}
+
+
+def pair_of(name: str) -> tuple[Encoding, Encoding]:
+    """Returns the encodings of gate and up, and of down, of a layer's experts in "q4_k" or "q4_k+q6_k"."""
+    gate_up, _, down = name.partition(PAIR)
+    return ENCODINGS[gate_up], ENCODINGS[down or gate_up]
+
+
+def pair_name(gate_up: str, down: str) -> str:
+    """Returns the name of two encodings."""
+    return gate_up if gate_up == down else gate_up + PAIR + down

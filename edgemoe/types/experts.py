@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
-from edgemoe.types.encoding import ENCODINGS, Encoding
+from edgemoe.types.encoding import Encoding, pair_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BIAS_BYTES = 4  # float32 in every encoding
@@ -66,7 +66,7 @@ class ExpertGeometry:
     dtype: str  # "float32" | "bfloat16"
     activation: Activation = SILU
     biases: bool = False
-    encodings: tuple[str, ...] = ()  # of each layer's experts; (): `dtype` for all
+    encodings: tuple[str, ...] = ()  # of each layer's experts, see `pair_of`; (): `dtype` for all
     layer_experts: tuple[int, ...] = ()  # of each layer; (): all have as many
     layer_bytes: tuple[int, ...] = ()  # of one expert of each layer where they are stated; (): as encodings have them
 
@@ -97,9 +97,17 @@ class ExpertGeometry:
         """Returns the bytes of one row of hidden states."""
         return self.hidden * self.item_bytes
 
+    def encoding_name(self, layer: int) -> str:
+        """Returns the name of the encodings of a layer's experts."""
+        return self.encodings[layer] if self.encodings else self.dtype
+
     def encoding(self, layer: int) -> Encoding:
-        """Returns how a layer's experts are encoded."""
-        return ENCODINGS[self.encodings[layer] if self.encodings else self.dtype]
+        """Returns how gate and up of a layer's experts are encoded."""
+        return pair_of(self.encoding_name(layer))[0]
+
+    def down_encoding(self, layer: int) -> Encoding:
+        """Returns how down of a layer's experts is encoded."""
+        return pair_of(self.encoding_name(layer))[1]
 
     @property
     def bias_bytes(self) -> int:
@@ -124,8 +132,8 @@ class ExpertGeometry:
         """Returns the bytes of one expert of a layer, without padding."""
         if self.layer_bytes:
             return self.layer_bytes[layer]
-        encoding = self.encoding(layer)
-        gate_up, down = self.first_rows * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
+        gate_up = self.first_rows * self.encoding(layer).row_bytes(self.hidden)
+        down = self.hidden * self.down_encoding(layer).row_bytes(self.width)
         return gate_up + down + self.bias_bytes
 
     def stride_bytes(self, layer: int) -> int:

@@ -141,7 +141,7 @@ def original(layout: StoreLayout) -> Iterator[TextReader]:
 
 def _in_float32(spec: ModelSpec) -> ModelSpec:
     """Returns the same model with hidden states in float32; its experts stay as they are stored."""
-    encodings = tuple(spec.geometry.encoding(layer).name for layer in range(spec.geometry.layers))
+    encodings = tuple(spec.geometry.encoding_name(layer) for layer in range(spec.geometry.layers))
     return replace(spec, dtype="float32", encodings=encodings)
 
 

@@ -6,25 +6,29 @@ from functools import cache
 
 import numpy as np
 import pytest
+from support.gate import in_gate
 from support.kept import KERNELS
 
-from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
-from edgemoe.encodings.rows import order
+from edgemoe.encodings.affine import bits_of_numbers, join_factors
+from edgemoe.encodings.bfloat import from_bf16, to_bf16
+from edgemoe.encodings.codec import pack, place, unpack
+from edgemoe.encodings.rows import join, order
 from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.object_cache import Code, link
 from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.encoded.row_code import BYTES, FLOATS, WORDS, make_byte_rows, make_encoded_rows, make_row_code
 from edgemoe.kernels.cpu.kernel_context import KernelContext
-from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
+from edgemoe.types.encoding import AFFINE, BFLOAT16, FP8, INT4, INT8, MXFP4, Q4_K, Q6_K, Encoding
 
 ROWS, TOKENS = 5, 7
 ROW_KERNELS = KERNELS.with_name("rows")  # apart from the engines' cache, which these many kernels would overflow
 COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
 BY_NAME = {"ids": lambda each: each.name}
+IN_GATE = [INT8, INT4, MXFP4, FP8, Q4_K, Q6_K]  # one of each way of reading codes and factors
 each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
-each_scaled = pytest.mark.parametrize("encoding", [INT8, INT4, MXFP4, FP8], **BY_NAME)
-each_whole = pytest.mark.parametrize("encoding", [INT8, INT4, MXFP4], **BY_NAME)
+each_scaled = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, FP8, *AFFINE], IN_GATE), **BY_NAME)
+each_whole = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, *AFFINE], IN_GATE), **BY_NAME)
 
 
 @cache
@@ -37,7 +41,7 @@ def _linked(make: object, *arguments: object) -> Code:
 
 
 def _pack_whole(encoding: Encoding, instructions: Instructions, parts: int = WORDS) -> Code:
-    return _linked(make_pack_whole, excess_of(encoding, instructions), parts)
+    return _linked(make_pack_whole, excess_of(encoding, instructions), parts, encoding.halves)
 
 
 def _weights(columns: int) -> np.ndarray:
@@ -71,6 +75,21 @@ def test_rows_with_float_activations_come_near(encoding: Encoding, instructions:
     assert (error <= 2e-6 * (np.abs(x[index]) @ np.abs(exact.T))).all()
 
 
+def _whole_rows(codes: np.ndarray, encoding: Encoding) -> np.ndarray:
+    """Returns rows of codes whose factors are whole numbers: scales and minima of 1, and small ones of parts."""
+    columns = codes.shape[1]
+    if not encoding.is_affine:
+        return place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
+    one, random = bits_of_numbers(np.ones(1, np.float32), encoding)[0], np.random.default_rng(columns)
+    factors = {
+        array.name: np.full((ROWS, array.count(columns)), one)
+        if array.bytes == 2
+        else random.integers(0, 4, (ROWS, array.count(columns))).astype(np.int8)
+        for array in encoding.factors
+    }
+    return join(codes, join_factors(factors, encoding), encoding)
+
+
 @each_instructions
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -81,7 +100,7 @@ def test_rows_with_whole_activations_are_exact(encoding: Encoding, instructions:
     x[:, ::32] = random.choice([-127, 127], (TOKENS, columns // 32))
     codes = random.integers(0, 1 << encoding.bits, (ROWS, columns)).astype(np.uint8)
     codes[:, 1] = 1 << encoding.bits - 1  # of int8 -128, which other packers write
-    weights = place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
+    weights = _whole_rows(codes, encoding)
     rows, index = _linked(make_encoded_rows, encoding, instructions, WORDS), np.arange(TOKENS)
     packed = _packed(x.astype(np.float32), _pack_whole(encoding, instructions))
     got = _multiply(rows, weights, packed, index)

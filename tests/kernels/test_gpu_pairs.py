@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support import ptx
 
-from edgemoe.encodings.codec import from_bf16, place, to_bf16, unpack
+from edgemoe.encodings.bfloat import from_bf16, to_bf16
+from edgemoe.encodings.codec import place, unpack
 from edgemoe.encodings.rows import order
 from edgemoe.types.encoding import ENCODINGS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from support.gguf_quants import quantised
 from support.tiny_models import FAMILIES, SIZES
 
 Floats = NDArray[np.float32]
@@ -64,8 +65,11 @@ def gguf_checkpoint(family: str, folder: Path, vocab: int, **sizes: Any) -> Path
     return folder
 
 
-def write_gguf(family: str, checkpoint: Path, path: Path, kind: str = "F32") -> Path:
-    """Writes a checkpoint as one GGUF file whose experts are of `kind`; all else is float32."""
+def write_gguf(family: str, checkpoint: Path, path: Path, kind: str | Callable[[str], str] = "F32") -> Path:
+    """Writes a checkpoint as one GGUF file whose experts are of `kind`; all else is float32.
+
+    A function tells the type of each matrix by its name in the file.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture = ARCHITECTURES[family]
@@ -75,12 +79,14 @@ def write_gguf(family: str, checkpoint: Path, path: Path, kind: str = "F32") -> 
     table = gguf.get_tensor_name_map(_number_of(architecture), config["num_hidden_layers"])
     for name, weights in _tensors(family, config, load_file(checkpoint / "model.safetensors")):
         called = name if name.startswith("blk.") or name == "rope_freqs.weight" else _named(table, name)
-        value_type = gguf.GGMLQuantizationType[kind if re.search(r"ffn_\w+_exps\.weight", called) else "F32"]
+        own = kind if isinstance(kind, str) else kind(called)
+        is_chosen = re.search(r"ffn_\w+_exps\.weight", called) or not isinstance(kind, str)
+        value_type = gguf.GGMLQuantizationType[own if is_chosen and weights.ndim > 1 else "F32"]
         block = gguf.GGML_QUANT_SIZES[value_type][0]
         if value_type.name == "F32" or weights.shape[-1] % block:
             writer.add_tensor(called, np.ascontiguousarray(weights, np.float32))
         else:
-            rows = gguf.quantize(np.ascontiguousarray(weights, np.float32), value_type)
+            rows = quantised(np.ascontiguousarray(weights, np.float32), value_type.name)
             writer.add_tensor(called, rows, raw_dtype=value_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from edgemoe.experts.compute.cuda import GpuExpertKernels, block_rows, blocks_of
 from edgemoe.kernels.gpu import expert_blocks as gpu_experts
 from edgemoe.kernels.gpu import expert_tiles
-from edgemoe.types.encoding import ENCODINGS
+from edgemoe.kernels.gpu.weights import KINDS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.packed_experts import far, slab_of, work
@@ -146,9 +146,9 @@ def widened(dot: Callable[..., object]) -> Callable[..., object]:
 if __name__ == "__main__":
     gpu_experts.BLOCK_COLS = 128  # few programs, which are interpreted one after the other
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
-    errors = {name: errors_of_kinds(number, name) for number, name in enumerate(ENCODINGS)}
+    errors = {name: errors_of_kinds(number, name) for number, name in enumerate(KINDS)}
     errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}
-    errors |= {f"{name} in tiles": tile_errors(name, "float32") for name in ENCODINGS}
+    errors |= {f"{name} in tiles": tile_errors(name, "float32") for name in KINDS}
     errors["tiles rounded"] = tile_errors("int4", "bfloat16")
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment, misc]
     errors["without tiles"] = [error_without_tiles()]

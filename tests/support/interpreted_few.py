@@ -19,6 +19,7 @@ from edgemoe.experts.compute.cuda import RamExperts, ReachableExperts
 from edgemoe.experts.tiers.residency_records import NONE
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.gpu import experts_decode
+from edgemoe.kernels.gpu.weights import KINDS
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
@@ -63,7 +64,7 @@ def error(geometry: ExpertGeometry, tokens: int) -> float:
 if __name__ == "__main__":
     experts_decode.GATES, experts_decode.OUTPUTS = 64, 128  # few programs, which are interpreted one after the other
     errors = {}
-    for number, (kind, encoding) in enumerate(ENCODINGS.items()):
+    for number, (kind, encoding) in enumerate((name, ENCODINGS[name]) for name in KINDS):
         made = MADE if "all" in sys.argv else MADE[number % len(MADE) :][:1]
         errors[kind] = [
             error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (kind,)), tokens)

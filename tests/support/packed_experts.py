@@ -14,9 +14,11 @@ from edgemoe.types.token_groups import TokenGroups
 
 def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
     """Makes random experts in a slab, uint8 [E, stride]."""
-    encoding, experts = geometry.encoding(0), geometry.experts
-    shapes = (geometry.gate_up_shape, geometry.down_shape)
-    parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for rows, n in shapes]
+    experts = geometry.experts
+    shapes = ((geometry.gate_up_shape, geometry.encoding(0)), (geometry.down_shape, geometry.down_encoding(0)))
+    parts = [
+        pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for (rows, n), encoding in shapes
+    ]
     if geometry.biases:
         biases = rng.normal(size=(experts, geometry.first_rows + geometry.hidden)).astype(np.float32)
         parts.append(biases.view(np.uint8))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from edgemoe.encodings.codec import pack, to_bf16
+from edgemoe.encodings.bfloat import to_bf16
+from edgemoe.encodings.codec import pack
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry

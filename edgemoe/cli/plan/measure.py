@@ -36,7 +36,7 @@ from edgemoe.model.kv import DTYPES
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.telemetry import probes
 from edgemoe.types.arrays import fields
-from edgemoe.types.encoding import Encoding
+from edgemoe.types.encoding import Encoding, pair_of
 from edgemoe.types.experts import ExpertReader, LivePolicy, Tier
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
 
@@ -68,10 +68,11 @@ class RandomStore:
     def __init__(self, spec: ModelSpec) -> None:
         geometry = self._geometry = spec.geometry
         random = np.random.default_rng(0)
-        self._made: dict[Encoding, list[npt.NDArray[np.uint8]]] = {}
-        for encoding in {geometry.encoding(layer) for layer in range(geometry.layers)}:
+        self._made: dict[str, list[npt.NDArray[np.uint8]]] = {}
+        for name in {geometry.encoding_name(layer) for layer in range(geometry.layers)}:
             shapes = (geometry.gate_up_shape, geometry.down_shape)
-            self._made[encoding] = [_repeated(random, shape, encoding) for shape in shapes]
+            both = zip(shapes, pair_of(name), strict=True)
+            self._made[name] = [_repeated(random, shape, encoding) for shape, encoding in both]
 
     def expert_bytes(self, layer: int, expert: int) -> int:
         return self._geometry.expert_bytes(layer)
@@ -79,7 +80,7 @@ class RandomStore:
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Fills `into` with rows that all experts share, in an order of this expert's own."""
         target, at = np.frombuffer(into, np.uint8), 0
-        for rows in self._made[self._geometry.encoding(layer)]:
+        for rows in self._made[self._geometry.encoding_name(layer)]:
             turn = (layer * 977 + expert * 131) % len(rows)
             place = target[at : at + rows.nbytes].reshape(rows.shape)
             place[: len(rows) - turn], place[len(rows) - turn :] = rows[turn:], rows[:turn]

@@ -34,6 +34,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.metrics import select
+from edgemoe.types.encoding import pair_of
 from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
@@ -217,7 +218,7 @@ def _measure(
     kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings), byte_activations=in_bytes)
     link(TIERS.codes, kernel_dir(settings))
     variants = list(subject.variants())
-    for encoding in {variant.spec.geometry.encoding(0) for variant in variants}:
+    for encoding in {each for variant in variants for each in pair_of(variant.spec.geometry.encoding_name(0))}:
         kernels.row_code(encoding)
     say("reading the disk")
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]

@@ -38,7 +38,8 @@ def tolerance(geometry: ExpertGeometry, layer: int) -> float:
     """Returns the relative distance up to which two boxes' results of a layer count as equal."""
     if geometry.bf16:
         return ROUNDED_TO_BFLOAT16
-    return ENCODED if geometry.encoding(layer).group else FLOAT32
+    encoded = geometry.encoding(layer).group or geometry.down_encoding(layer).group
+    return ENCODED if encoded else FLOAT32
 
 
 def wrong_rows(theirs: FloatArray, ours: FloatArray, most: float) -> BoolArray:

@@ -52,9 +52,11 @@ class ExpertTable:
 
     def _fill(self, job: npt.NDArray[np.void], place: npt.NDArray[np.void], number: int, layer: LayerPlaces) -> None:
         rows = self._kernels.row_code(layer.layout.encoding)
+        down = self._kernels.row_code(layer.layout.down_encoding)
         layer.layout.fill(job)
         job["slab"], job["stride"], job["x_bf16"] = layer.slab, layer.stride_bytes, self._kernels.bf16
         job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
+        job["down_multiply"], job["down_pack"] = down.rows.address, down.pack.address
         job["iota"], job["threads"] = self._kernels.iota, self._kernels.pool.threads
         place["job"], place["where"], place["first"] = job.ctypes.data, self._where[number].ctypes.data, layer.first
         place["most"] = layer.most_tokens
@@ -112,14 +114,16 @@ class ExpertKernels:
 
     def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int, in_bytes: bool) -> None:
         """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
-        job, rows = self._job, self._context.row_code(layout.encoding)
+        job = self._job
         layout.fill(job)
         for name, count in scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
             job[name] = self._context.scratch(f"experts.{name}", count)
-        multiply, pack = (rows.byte_rows, rows.byte_pack) if in_bytes else (rows.rows, rows.pack)
-        assert multiply is not None
-        assert pack is not None
-        job["multiply"], job["pack"] = multiply.address, pack.address
+        for which, encoding in (("", layout.encoding), ("down_", layout.down_encoding)):
+            rows = self._context.row_code(encoding)
+            multiply, pack = (rows.byte_rows, rows.byte_pack) if in_bytes else (rows.rows, rows.pack)
+            assert multiply is not None
+            assert pack is not None
+            job[f"{which}multiply"], job[f"{which}pack"] = multiply.address, pack.address
         job["tokens"], job["iota"], job["count"] = tokens, self._context.iota, slots
         self._sizes = (layout, tokens, pairs, slots, in_bytes)
         self._scratch_changes = self._context.scratch_changes
@@ -141,7 +145,8 @@ class ExpertKernels:
 
         `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
         """
-        if self._context.row_code(layout.encoding).byte_rows is not None:
+        codes = [self._context.row_code(each) for each in (layout.encoding, layout.down_encoding)]
+        if all(each.byte_rows is not None for each in codes):
             experts = (layout, slab, stride_bytes, slots, offsets, index, weights)
             self.few_tokens(*experts, x, self._context.bf16, out, tokens, in_bytes=True)
             return
@@ -156,7 +161,9 @@ class ExpertKernels:
         job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
         if layout.encoding != self._context.dtype:
             each = experts_prefill.decoded_floats(layout.hidden, layout.width)
-            self._context.decode_rows(job, self._context.row_code(layout.encoding), each)
+            self._context.decode_rows(job, codes[0], each)
+            assert codes[1].unpack is not None
+            job["down_unpack"] = codes[1].unpack.address
             job["plain"] = self._context.scratch("prefill_experts.plain", len(groups) * layout.hidden)
         self._prefill_experts(self._context.pool.control, job.ctypes.data)
 
@@ -182,10 +189,10 @@ class ExpertSlab:
     def __init__(self, slab: torch.Tensor, layout: ExpertLayout, bf16: bool) -> None:
         """Views `slab`, uint8 [S, stride], in which each slot begins with an expert; `bf16` are the hidden states."""
         self.layout, self.bf16 = layout, bf16
-        hidden, width, encoding, self.activation, biases = layout
+        hidden, width, encoding, self.activation, biases, _ = layout
         self.hidden, self.width, self.encoding = hidden, width, encoding
         self.in_place = encoding == (BFLOAT16 if bf16 else FLOAT32)
-        long, short = encoding.row_bytes(hidden), encoding.row_bytes(width)
+        long, short = encoding.row_bytes(hidden), layout.down_encoding.row_bytes(width)
         first = layout.first_rows
         split, end = first * long, first * long + hidden * short
         self.gate_up = slab[:, :split].view(len(slab), first, long)
@@ -206,7 +213,7 @@ class ExpertSlab:
         gate_up, down = self.gate_up[slot].numpy(), self.down[slot].numpy()
         return (
             torch.from_numpy(unpack(gate_up, self.encoding, self.hidden)),
-            torch.from_numpy(unpack(down, self.encoding, self.width)),
+            torch.from_numpy(unpack(down, self.layout.down_encoding, self.width)),
         )
 
 
@@ -384,7 +391,7 @@ class _Trial:
         column_bytes = (layout.activation.inputs + 1) * encoding.row_bytes(hidden)
         width = min(layout.width, max(TRIAL_WIDTH, TRIAL_BYTES // 2 // column_bytes // TRIAL_WIDTH * TRIAL_WIDTH))
         layout = layout._replace(width=width)
-        rows = [pack(_random(columns), encoding) for columns in (hidden, width)]
+        rows = [pack(_random(hidden), encoding), pack(_random(width), layout.down_encoding)]
         gate_up, down = (
             np.resize(some, (count, some.shape[1]))
             for some, count in zip(rows, (layout.first_rows, hidden), strict=True)

@@ -28,6 +28,7 @@ class ExpertLayout(NamedTuple):
     encoding: Encoding
     activation: Activation = SILU
     biases: bool = False  # float32 [first_rows], then [hidden]
+    other_down: Encoding | None = None  # of down rows, where it differs
 
     @property
     def first_rows(self) -> int:
@@ -37,12 +38,17 @@ class ExpertLayout(NamedTuple):
     @classmethod
     def of(cls, geometry: ExpertGeometry, layer: int) -> ExpertLayout:
         """Returns the layout of one layer's experts."""
-        sizes, encoding = (geometry.hidden, geometry.width), geometry.encoding(layer)
-        return cls(*sizes, encoding, geometry.activation, geometry.biases)
+        encoding, down = geometry.encoding(layer), geometry.down_encoding(layer)
+        sizes, other = (geometry.hidden, geometry.width), None if down is encoding else down
+        return cls(*sizes, encoding, geometry.activation, geometry.biases, other)
+
+    @property
+    def down_encoding(self) -> Encoding:
+        return self.other_down or self.encoding
 
     def fill(self, record: Any) -> None:
         """Writes a record's fields of `experts_decode.LAYOUT`."""
-        line, down_line = self.encoding.row_bytes(self.hidden), self.encoding.row_bytes(self.width)
+        line, down_line = self.encoding.row_bytes(self.hidden), self.down_encoding.row_bytes(self.width)
         record["hidden"], record["width"], record["line"], record["down_line"] = (
             self.hidden,
             self.width,
@@ -71,7 +77,7 @@ LAYOUT = np.dtype(
 # * `x` [tokens, hidden], bf16 if `x_bf16`, else float32
 # * `out` [tokens, hidden] float32, to which the results are added
 # * `slots` [count], `offsets` [count + 1] and `index` [m] int64, `weights` [m] float32, as in `Kernels.experts`
-# * `multiply` and `pack` addresses of code
+# * `multiply` and `pack` addresses of code for gate and up, `down_multiply` and `down_pack` for down
 # * `plain` and `packed` [tokens, hidden], `mid` [m, width], `both`, `part` scratch memory, see `scratch_floats`
 # * `stride` bytes from slot to slot
 # * `iota` 0, 1, 2, ... int64
@@ -81,7 +87,8 @@ EXPERTS = np.dtype(
     [
         *fields(
             *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
-            *("multiply", "pack", "plain", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
+            *("multiply", "pack", "down_multiply", "down_pack"),
+            *("plain", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
         ).descr,
         *LAYOUT.descr,
     ]
@@ -140,7 +147,7 @@ def gate_up(job: int, number: int) -> None:
                 if is_gated:
                     add_bias(up, bias + e.width * 4, count, np.float32(1))
             activate(e.activation, gate, up, count, f32_at(e.weights)[first + pair], e.alpha, e.limit)
-            call_pack(e.pack, gate, row, count, e.width, e.mid + (first + pair) * e.width * 4)
+            call_pack(e.down_pack, gate, row, count, e.width, e.mid + (first + pair) * e.width * 4)
 
 
 @chunk
@@ -157,7 +164,7 @@ def down(job: int, number: int) -> None:
             soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
         for first in range(i64_at(e.offsets)[slot], after, GROUP):
             n, mid = min(GROUP, after - first), e.mid + first * e.width * 4
-            call_rows(e.multiply, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
+            call_rows(e.down_multiply, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
             for pair in range(n):
                 out = f32_at(e.out + (i64_at(e.index)[first + pair] * e.hidden + row) * 4)
                 values = part + pair * to_next

@@ -33,7 +33,7 @@ DOWN_ROWS = 64  # rows of down in one chunk
 # * `firsts` [count + 1] int64, the first group of each slot
 # * `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`
 # For encoded rows:
-# * `unpack` address of the code that decodes a row
+# * `unpack` and `down_unpack` addresses of the code that decodes rows of gate and up, and of down
 # * `plain` [group_count, hidden] scratch memory
 # * `decoded` scratch memory of rows for each thread, `decoded_bytes` apart
 # * `borrowed` [threads] int64, 1 if a thread's is in use
@@ -42,7 +42,7 @@ PREFILL_EXPERTS = np.dtype(
         *fields(
             *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
             *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
-            *("unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads"),
+            *("unpack", "down_unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads"),
         ).descr,
         *LAYOUT.descr,
     ]
@@ -171,7 +171,7 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
                 soon += (i64_at(m.slots)[slot + 1] - i64_at(m.slots)[slot]) * m.stride
             if m.unpack:
                 decoded = m.decoded + mine * m.decoded_bytes
-                call_pack(m.unpack, w, line, count, m.width, decoded)
+                call_pack(m.down_unpack, w, line, count, m.width, decoded)
                 w, line = decoded, m.width * size
             bias = f32_at(base + m.bias + (m.first_rows + row) * 4)
             for number in range(i64_at(m.firsts)[slot], i64_at(m.firsts)[slot + 1]):

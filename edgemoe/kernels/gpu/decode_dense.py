@@ -89,7 +89,7 @@ def product(  # type: ignore[no-untyped-def]
     if ADD:
         result = tl.load(at, mask=live, other=0.0).to(tl.float32) + factor * result
     tl.store(at, result.to(out.dtype.element_ty), mask=live)
-    if KIND >= 0:
+    if KIND != -1:
         c = tl.program_id(0) * CHUNK + tl.arange(0, CHUNKS)
         mine = (tl.arange(0, CHUNKS) < CHUNK) & (c < K)
         given = tl.load(x + t[:, None] * K + c[None, :], mask=mine[None, :], other=0.0).to(tl.float32)
@@ -169,7 +169,7 @@ def normalise(  # type: ignore[no-untyped-def]
     given = tl.load(x + at + c, mask=c < K, other=0.0)
     result = (given * tl.rsqrt(tl.sum(given * given, 0) / K + eps) * weight).to(out.dtype.element_ty)
     tl.store(out + at + c, result, mask=c < K)
-    if KIND >= 0:
+    if KIND != -1:
         tl.store(planes + at + plane_of(c, K, KIND), result.to(tl.float32), mask=c < K)
 
 

@@ -19,7 +19,7 @@ BLOCK_COLS = 32  # outputs of one program
 INNER_BYTES = 64  # codes of a row in one step of a program's sum
 PLAIN_INNER_BYTES = 256  # the same of numbers; twice as many float32 outgrow a block's shared memory
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu2": 3}
-DOWN_CONSTANTS = ("hidden", "width", "first_rows", "stride", "line", "down_line", "bias", "KIND")
+DOWN_CONSTANTS = ("hidden", "width", "first_rows", "stride", "line", "down_line", "bias")
 OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
 
@@ -67,7 +67,8 @@ def gate_up(  # type: ignore[no-untyped-def]
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
-    codes: tl.constexpr = hidden // 2 if KIND == 1 or KIND == 2 else hidden
+    halved: tl.constexpr = KIND == 1 or KIND == 2 or (KIND < 0 and (-1 - KIND) % 4 < 3)
+    codes: tl.constexpr = hidden // 2 if halved else hidden
     for start in range(0, codes, INNER):
         at = start + tl.arange(0, INNER)
         wanted = (cols < width)[None, :] & (at < codes)[:, None]
@@ -76,7 +77,7 @@ def gate_up(  # type: ignore[no-untyped-def]
         from_x = x + tokens[:, None] * hidden + column[None, :]
         low = tl.load(from_x, mask=inside, other=0.0)
         high = low
-        if KIND == 1 or KIND == 2:
+        if halved:
             high = tl.load(from_x + 4, mask=inside, other=0.0)
         gate = dots(slot + cols * line, at, wanted, low, high, gate, hidden, KIND)
         if first_rows > width:
@@ -117,7 +118,8 @@ def down(  # type: ignore[no-untyped-def]
     live = rows < tl.load(blocks + 3 * block + 2)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    codes: tl.constexpr = width // 2 if KIND == 1 or KIND == 2 else width
+    halved: tl.constexpr = KIND == 1 or KIND == 2 or (KIND < 0 and (-1 - KIND) % 4 < 3)
+    codes: tl.constexpr = width // 2 if halved else width
     for start in range(0, codes, INNER):
         at = start + tl.arange(0, INNER)
         wanted = (cols < hidden)[None, :] & (at < codes)[:, None]
@@ -126,7 +128,7 @@ def down(  # type: ignore[no-untyped-def]
         from_mid = mid + rows.to(tl.int64)[:, None] * width + column[None, :]
         low = tl.load(from_mid, mask=inside, other=0.0)
         high = low
-        if KIND == 1 or KIND == 2:
+        if halved:
             high = tl.load(from_mid + 4, mask=inside, other=0.0)
         matrix = slot + first_rows * line + cols * down_line
         total = dots(matrix, at, wanted, low, high, total, width, KIND)
@@ -149,7 +151,8 @@ def block_shape(geometry: ExpertGeometry, layer: int, rows: int) -> dict[str, in
 def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[str, Any]:
     """Returns the compile-time constants of the kernels for a layer's experts, in slots of `stride_bytes` bytes."""
     encoding, activation, width = geometry.encoding(layer), geometry.activation, geometry.width
-    line, down_line = encoding.row_bytes(geometry.hidden), encoding.row_bytes(width)
+    down = geometry.down_encoding(layer)
+    line, down_line = encoding.row_bytes(geometry.hidden), down.row_bytes(width)
     return {
         "k": geometry.top_k,
         "hidden": geometry.hidden,
@@ -162,6 +165,7 @@ def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[s
         "alpha": activation.alpha,
         "limit": activation.limit,
         "KIND": KINDS[encoding.name],
+        "DOWN_KIND": KINDS[down.name],
         "ACTIVATION": ACTIVATIONS[activation.kind],
     }
 
@@ -179,8 +183,8 @@ def experts(
     width, hidden = sizes["width"], sizes["hidden"]
     mid = torch.empty((len(calls), width), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(width, BLOCK_COLS), len(blocks))
-    ours = {name: value for name, value in sizes.items() if name != "down_line"}
+    ours = {name: value for name, value in sizes.items() if name not in ("down_line", "DOWN_KIND")}
     gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)
     grid = (triton.cdiv(hidden, BLOCK_COLS), len(blocks))
     ours = {name: sizes[name] for name in DOWN_CONSTANTS}
-    down[grid](mid, slab, out, shares, blocks, calls, **ours, **shape, **OPTIONS)
+    down[grid](mid, slab, out, shares, blocks, calls, **ours, KIND=sizes["DOWN_KIND"], **shape, **OPTIONS)

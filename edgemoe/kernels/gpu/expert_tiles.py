@@ -12,8 +12,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.affine_weights import affine_number, code_words, lane_factors, word_in_lane, words_above
 from edgemoe.kernels.gpu.expert_blocks import DOWN_CONSTANTS, OPTIONS, activated
-from edgemoe.kernels.gpu.experts_decode import COMPILED, number
+from edgemoe.kernels.gpu.experts_decode import COMPILED, lane_among, number
 from edgemoe.kernels.gpu.weights import jit
 from edgemoe.types.experts import ExpertGeometry
 
@@ -30,10 +31,10 @@ def column_of(at, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyp
     inside = at % 512
     if KIND == 3:
         return run * 512 + inside % lanes * 32 + inside // lanes
-    each: tl.constexpr = 4 if KIND == 0 else 8
+    each: tl.constexpr = 4 if KIND == 0 or (KIND < 0 and (-1 - KIND) % 4 == 3) else 8
     word = inside // each
     j = inside % each
-    if KIND > 0:
+    if each == 8:
         j = tl.where(j < 4, 2 * j, 2 * j - 7)  # codes are taken in pairs, 16 bits apart
     return run * 512 + word % lanes * 32 + word // lanes * each + j
 
@@ -237,6 +238,51 @@ def bf16_weights(word, scale, KIND: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @jit
+def affine_scaled(word, above, which, scale, minimum, J: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns number J of each word of affine rows, float32."""
+    return affine_number(word, above, which, J, KIND) * scale + minimum
+
+
+@jit
+def affine_tile(rows, at, live, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the weights [c, numbers] in words `at` [w] of affine rows [c], float32, in the order of `column_of`."""
+    each: tl.constexpr = 4 if (-1 - KIND) % 4 == 3 else 8
+    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
+    word = words_of(rows, code_words(at, KIND), live, LINE)
+    above = word
+    if (-1 - KIND) % 4 == 1 or (-1 - KIND) % 4 == 2:
+        above = words_of(rows, words_above(at, n, KIND), live, LINE)
+    which = word_in_lane(at, n, KIND)
+    half = which * each // 16 if split else which * 0
+    lane = lane_among(at, 512 // each, n)
+    if live is None:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], None, n, KIND)
+    else:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], live[None, :], n, KIND)
+    w = which[None, :]
+    a, b = (
+        affine_scaled(word, above, w, scale, minimum, 0, KIND),
+        affine_scaled(word, above, w, scale, minimum, 1, KIND),
+    )
+    c, d = (
+        affine_scaled(word, above, w, scale, minimum, 2, KIND),
+        affine_scaled(word, above, w, scale, minimum, 3, KIND),
+    )
+    if each == 4:
+        return tl.reshape(four(a, b, c, d), (word.shape[0], word.shape[1] * 4))
+    e, f = (
+        affine_scaled(word, above, w, scale, minimum, 4, KIND),
+        affine_scaled(word, above, w, scale, minimum, 5, KIND),
+    )
+    g, h = (
+        affine_scaled(word, above, w, scale, minimum, 6, KIND),
+        affine_scaled(word, above, w, scale, minimum, 7, KIND),
+    )
+    both = tl.permute(tl.join(four(a, c, e, g), four(b, d, f, h)), (0, 1, 4, 2, 3))
+    return tl.reshape(both, (word.shape[0], word.shape[1] * 8))
+
+
+@jit
 def scaled(word, scale, J: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns number J of each word, float32."""
     made = number(word, J, KIND)
@@ -268,6 +314,8 @@ def tile(  # type: ignore[no-untyped-def]
     if KIND >= 4:
         own: tl.constexpr = tl.float32 if KIND == 4 else tl.bfloat16
         made = loaded(rows.to(tl.pointer_type(own))[:, None] + at[None, :], live).to(item)
+    elif KIND < 0:
+        made = affine_tile(rows, at, live, n, LINE, KIND).to(item)
     else:
         word = words_of(rows, at, live, LINE)
         scale = scales_of(rows, scale_index(at, n, KIND), live, n, LINE, KIND)
@@ -284,7 +332,8 @@ def multiplied(  # type: ignore[no-untyped-def]
     INNER: tl.constexpr,
 ):  # fmt: skip
     """Returns the products [r, c] of activations at x [r] of n columns with weight rows [c]."""
-    each: tl.constexpr = 1 if KIND >= 4 else 4 if KIND == 0 or KIND == 3 else 8
+    wide: tl.constexpr = KIND == 0 or KIND == 3 or (KIND < 0 and (-1 - KIND) % 4 == 3)
+    each: tl.constexpr = 1 if KIND >= 4 else 4 if wide else 8
     item: tl.constexpr = x.dtype.element_ty
     words: tl.constexpr = n // each
     step: tl.constexpr = INNER // each
@@ -321,6 +370,7 @@ def tile_gate_up(  # type: ignore[no-untyped-def]
     alpha: tl.constexpr,
     limit: tl.constexpr,
     KIND: tl.constexpr,
+    DOWN_KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -336,7 +386,7 @@ def tile_gate_up(  # type: ignore[no-untyped-def]
     tokens = tl.load(calls + rows, mask=live, other=0).to(tl.int64) // k
     each: tl.constexpr = first_rows // width  # 2: a gate, its up, the next gate; 1: ups alone
     outs = tl.program_id(0) * (COLS // each) + tl.arange(0, COLS) // each
-    out_columns = column_of(tl.minimum(outs, width - 1), width, KIND)
+    out_columns = column_of(tl.minimum(outs, width - 1), width, DOWN_KIND)
     both = multiplied(
         x + tokens * hidden, live, slot + (out_columns + tl.arange(0, COLS) % each * width) * line,
         hidden, line, KIND, ROWS, COLS, INNER,
@@ -348,7 +398,9 @@ def tile_gate_up(  # type: ignore[no-untyped-def]
         up = both
     cols = tl.program_id(0) * (COLS // each) + tl.arange(0, COLS // each)
     if bias > 0:
-        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + column_of(tl.minimum(cols, width - 1), width, KIND)
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + column_of(
+            tl.minimum(cols, width - 1), width, DOWN_KIND
+        )
         gate += tl.load(biases)[None, :]
         if each == 2:
             up += tl.load(biases + width)[None, :]
@@ -431,4 +483,4 @@ def experts_in_tiles(
     tile_gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)
     ours = {name: sizes[name] for name in DOWN_CONSTANTS}
     grid = (triton.cdiv(hidden, shape["COLS"]), len(blocks))
-    tile_down[grid](mid, slab, out, shares, blocks, calls, **ours, **shape, **OPTIONS)
+    tile_down[grid](mid, slab, out, shares, blocks, calls, **ours, KIND=sizes["DOWN_KIND"], **shape, **OPTIONS)

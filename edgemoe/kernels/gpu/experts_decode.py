@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.affine_weights import affine_number, code_words, lane_factors, word_in_lane, words_above
 from edgemoe.kernels.gpu.expert_blocks import DOWN_CONSTANTS, activated
 from edgemoe.kernels.gpu.launches import await_inputs, launch, launch_options
 from edgemoe.kernels.gpu.weights import jit
@@ -74,7 +75,7 @@ def plane_of(column, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-un
     if KIND == 3:
         byte = run * 512 + place * lanes + lane
         return byte % 4 * (n // 4) + byte // 4
-    if KIND == 0:
+    if KIND == 0 or (KIND < 0 and (-1 - KIND) % 4 == 3):
         return place % 4 * (n // 4) + run * 128 + place // 4 * lanes + lane
     return place % 8 * (n // 8) + run * 64 + place // 8 * lanes + lane
 
@@ -130,26 +131,75 @@ def scale_of(rows, lane, live, n: tl.constexpr, KIND: tl.constexpr):  # type: ig
 
 
 @jit
-def words_of(rows, start, count: tl.constexpr, LINE: tl.constexpr, KW: tl.constexpr):  # type: ignore[no-untyped-def]
+def words_of(  # type: ignore[no-untyped-def]
+    rows, start, count: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, KW: tl.constexpr
+):
     """Returns KW words of rows [r], of `count` words each, from word `start` on; zero beyond."""
     at = start + tl.arange(0, KW)
+    index = at
+    if KIND < 0:
+        index = code_words(at, KIND)
     if count % KW == 0:
-        return words_at(rows, at, None, LINE)
-    return words_at(rows, at, at < count, LINE)
+        return words_at(rows, index, None, LINE)
+    return words_at(rows, index, at < count, LINE)
+
+
+@jit
+def affine_products(  # type: ignore[no-untyped-def]
+    rows, word, x, at, live, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    KW: tl.constexpr,
+):  # fmt: skip
+    """Returns the same as `products`, of words `at` of affine rows."""
+    each: tl.constexpr = 4 if (-1 - KIND) % 4 == 3 else 8
+    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
+    count: tl.constexpr = n // each
+    which = word_in_lane(at, n, KIND)
+    above = word
+    if (-1 - KIND) % 4 == 1 or (-1 - KIND) % 4 == 2:
+        above = words_at(rows, words_above(at, n, KIND), live, LINE)
+    total = tl.zeros((ROWS, KW), tl.float32)
+    sums = tl.zeros((KW,), tl.float32)
+    for j in tl.static_range(each):
+        if live is None:
+            xj = tl.load(x + j * count + at)
+        else:
+            xj = tl.load(x + j * count + at, mask=live, other=0.0)
+        total += affine_number(word, above, which[None, :], j, KIND) * xj[None, :]
+        sums += xj
+    half = which * each // 16 if split else which * 0
+    lane = lane_among(at, 512 // each, n)
+    if live is None:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], None, n, KIND)
+    else:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], live[None, :], n, KIND)
+    return total * scale + sums[None, :] * minimum
 
 
 @jit
 def products(  # type: ignore[no-untyped-def]
-    rows, word, x, start, n: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, KW: tl.constexpr
-):
+    rows, word, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    KW: tl.constexpr,
+):  # fmt: skip
     """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes."""
-    each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
+    each: tl.constexpr = (
+        (4 if (-1 - KIND) % 4 == 3 else 8)
+        if KIND < 0
+        else 8
+        if KIND == 1 or KIND == 2
+        else 4
+        if KIND == 0 or KIND == 3
+        else 1
+        if KIND == 4
+        else 2
+    )
     count: tl.constexpr = n // each
     at = start + tl.arange(0, KW)
     if count % KW == 0:
         live = None
     else:
         live = at < count
+    if KIND < 0:
+        return affine_products(rows, word, x, at, live, n, LINE, KIND, ROWS, KW)
     total = tl.zeros((ROWS, KW), tl.float32)
     excess = tl.zeros((KW,), tl.float32)
     for j in tl.static_range(each):
@@ -190,17 +240,29 @@ def row_sums(  # type: ignore[no-untyped-def]
 
     Awaits the activations once its first weights are under way.
     """
-    each: tl.constexpr = 8 if KIND == 1 or KIND == 2 else 4 if KIND == 0 or KIND == 3 else 1 if KIND == 4 else 2
+    each: tl.constexpr = (
+        (4 if (-1 - KIND) % 4 == 3 else 8)
+        if KIND < 0
+        else 8
+        if KIND == 1 or KIND == 2
+        else 4
+        if KIND == 0 or KIND == 3
+        else 1
+        if KIND == 4
+        else 2
+    )
     words: tl.constexpr = n // each
-    first = words_of(rows, 0, words, LINE, KW)
+    first = words_of(rows, 0, words, LINE, KIND, KW)
     await_inputs(EARLY)
-    total = products(rows, first, x, 0, n, KIND, ROWS, KW)
+    total = products(rows, first, x, 0, n, LINE, KIND, ROWS, KW)
     if LOOPS:
         for start in range(KW, words, KW):
-            total += products(rows, words_of(rows, start, words, LINE, KW), x, start, n, KIND, ROWS, KW)
+            word = words_of(rows, start, words, LINE, KIND, KW)
+            total += products(rows, word, x, start, n, LINE, KIND, ROWS, KW)
     else:
         for step in tl.static_range(1, (words + KW - 1) // KW):
-            total += products(rows, words_of(rows, step * KW, words, LINE, KW), x, step * KW, n, KIND, ROWS, KW)
+            word = words_of(rows, step * KW, words, LINE, KIND, KW)
+            total += products(rows, word, x, step * KW, n, LINE, KIND, ROWS, KW)
     return tl.sum(total, 1)
 
 
@@ -226,6 +288,7 @@ def call_gate_up(  # type: ignore[no-untyped-def]
     alpha: tl.constexpr,
     limit: tl.constexpr,
     KIND: tl.constexpr,
+    DOWN_KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     KW: tl.constexpr,
@@ -261,7 +324,7 @@ def call_gate_up(  # type: ignore[no-untyped-def]
         if each == 2:
             up += tl.load(biases + width, mask=cols < width, other=0.0)
     out = activated(gate, up, ACTIVATION, alpha, limit)
-    tl.store(mid + call * width + plane_of(cols, width, KIND), out, mask=cols < width)
+    tl.store(mid + call * width + plane_of(cols, width, DOWN_KIND), out, mask=cols < width)
 
 
 @jit
@@ -339,7 +402,7 @@ def in_planes(x: Any, kind: int) -> Any:
 
 def steps_of(columns: int, kind: int) -> dict[str, Any]:
     """Returns the number of words of a row of `columns` columns that are read at a time, and whether in a loop."""
-    each = {0: 4, 1: 8, 2: 8, 3: 4, 4: 1, 5: 2}[kind]
+    each = {0: 4, 1: 8, 2: 8, 3: 4, 4: 1, 5: 2}[kind] if kind >= 0 else 4 if (-1 - kind) % 4 == 3 else 8
     return {"KW": WORDS, "LOOPS": columns // each > UNROLLED * WORDS}
 
 
@@ -382,7 +445,8 @@ def experts_decode(planes: Any, slab: Any, places: Any, ids: Any, shares: Any, s
         shares,
         out,
         **ours,
-        **steps_of(width, kind),
+        KIND=sizes["DOWN_KIND"],
+        **steps_of(width, sizes["DOWN_KIND"]),
         ROWS=OUTPUTS,
         num_warps=1,
         **early,

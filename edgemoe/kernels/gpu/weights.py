@@ -13,9 +13,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from edgemoe.kernels.gpu.affine_weights import affine_kind, affine_value, code_words, lane_factors, words_above
+from edgemoe.types.encoding import ENCODINGS
+
 jit: Callable[[Any], Any] = triton.jit
 
 KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp8": 3, "float32": 4, "bfloat16": 5}
+KINDS |= {name: affine_kind(encoding) for name, encoding in ENCODINGS.items() if encoding.is_affine}
 
 
 @jit
@@ -23,7 +27,7 @@ def lane_of(at, lanes: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-unt
     """Returns the lane, and the column in it, of the codes that begin at bytes `at` of a run of `lanes` lanes."""
     if KIND == 3:
         return at % lanes, at // lanes
-    if KIND == 0:
+    if KIND == 0 or (KIND < 0 and (-1 - KIND) % 4 == 3):
         return at % (4 * lanes) // 4, at // (4 * lanes) * 4 + at % 4
     return at % (4 * lanes) // 4, at // (4 * lanes) * 8 + at % 4
 
@@ -36,7 +40,7 @@ def places(at, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-
     """
     if KIND >= 4:
         return at, at
-    size: tl.constexpr = 512 if KIND == 0 or KIND == 3 else 256
+    size: tl.constexpr = 512 if KIND == 0 or KIND == 3 or (KIND < 0 and (-1 - KIND) % 4 == 3) else 256
     full: tl.constexpr = n // 512
     rest: tl.constexpr = n % 512 // 32
     run = at // size
@@ -77,6 +81,31 @@ def decoded(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def affine_dots(rows, at, wanted, low, high, total, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the same as `dots`, for affine rows, whose bytes `at` of low bits are counted without the others."""
+    bits: tl.constexpr = 4 + (-1 - KIND) % 4
+    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
+    lane, column = places(at, n, KIND)
+    half = column % 32 // 16 if split else column * 0
+    scale, minimum = lane_factors(rows[None, :], lane[:, None], half[:, None], wanted, n, KIND)
+    code = tl.load(rows[None, :] + (code_words(at // 4, KIND) * 4 + at % 4)[:, None], mask=wanted, other=0).to(tl.int32)
+    if bits == 7:
+        weights = ((code ^ 0x80).to(tl.float32) * scale + minimum).to(low.dtype)
+        return tl.dot(low, weights, total, input_precision="ieee")
+    first = code & 15
+    second = code >> 4
+    if bits > 4:
+        above_at = words_above(at // 4, n, KIND) * 4 + at % 4
+        above = tl.load(rows[None, :] + above_at[:, None], mask=wanted, other=0).to(tl.int32)
+        quad = column % 32 // 4
+        shift = (quad if bits == 5 else quad % 4 * 2)[:, None]
+        first |= ((above >> shift) & (2 * bits - 9)) << 4
+        second |= ((above >> (shift + (bits - 4))) & (2 * bits - 9)) << 4
+    total = tl.dot(low, (affine_value(first, KIND) * scale + minimum).to(low.dtype), total, input_precision="ieee")
+    return tl.dot(high, (affine_value(second, KIND) * scale + minimum).to(low.dtype), total, input_precision="ieee")
+
+
+@jit
 def dots(rows, at, wanted, low, high, total, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns total [r, c] + the products of activations with the weights in bytes `at` [i] of `rows` [c].
 
@@ -88,6 +117,8 @@ def dots(rows, at, wanted, low, high, total, n: tl.constexpr, KIND: tl.constexpr
         numbers = rows.to(tl.pointer_type(item))[None, :] + at[:, None]
         weights = tl.load(numbers, mask=wanted, other=0.0).to(low.dtype)
         return tl.dot(low, weights, total, input_precision="ieee")
+    if KIND < 0:
+        return affine_dots(rows, at, wanted, low, high, total, n, KIND)
     lane, _ = places(at, n, KIND)
     scale = scales_at(rows[None, :], lane[:, None], wanted, n, KIND)
     code = tl.load(rows[None, :] + at[:, None], mask=wanted, other=0)

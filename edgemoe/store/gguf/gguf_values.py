@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgemoe.encodings.codec import from_bf16, place
+from edgemoe.encodings.bfloat import from_bf16
+from edgemoe.encodings.codec import place
 from edgemoe.store.checkpoint import CheckpointTensor
+from edgemoe.store.gguf.gguf_blocks import BLOCK_TYPES, affine_rows
 from edgemoe.store.sources import PLAIN, Bytes, Floats, ReadBytes, SourceTensor
 from edgemoe.types.encoding import INT4, INT8, MXFP4, Encoding
 
@@ -58,13 +60,17 @@ class BlockSource(SourceTensor):
     def kept_as(self) -> str:
         if self.kind == "MXFP4":
             return MXFP4.name
+        if self.kind in BLOCK_TYPES:
+            return BLOCK_TYPES[self.kind].encodings[0].name
         return INT4.name if self.bits < MOST_INT4_BITS else INT8.name
 
     @property
     def is_approximated(self) -> bool:
-        return self.kind != "MXFP4"
+        return self.kind != "MXFP4" and self.kind not in BLOCK_TYPES
 
     def keeps(self, encoding: Encoding) -> bool:
+        if self.kind in BLOCK_TYPES:
+            return encoding in BLOCK_TYPES[self.kind].encodings
         return self.kind == "MXFP4" and encoding is MXFP4
 
     def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
@@ -72,6 +78,8 @@ class BlockSource(SourceTensor):
 
     def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:
         lines = self._stretch(self.codes, self._rows, index, first, after, read)
+        if encoding.is_affine:
+            return affine_rows(lines, self.kind, encoding)
         blocks = lines.reshape(len(lines), -1, MXFP4_BLOCK_BYTES)
         halves = blocks[:, :, 1:]
         codes = np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(lines), -1)

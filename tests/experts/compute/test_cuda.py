@@ -28,8 +28,8 @@ from edgemoe.experts.tiers.residency_records import ALWAYS
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool, SlotTransfer
 from edgemoe.experts.transfer.links import TierLink
+from edgemoe.kernels.gpu.weights import KINDS
 from edgemoe.policy.cache_ranks import LRU
-from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.types.token_groups import TokenGroups
@@ -214,7 +214,7 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
 
 @gpu
 @pytest.mark.parametrize("tokens", [80, 400], ids=["64 rows", "128 rows"])
-@pytest.mark.parametrize("kind", ENCODINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompts_are_computed_in_tiles_in_each_encoding(kind: str, tokens: int) -> None:
     geometry, rng = ExpertGeometry(1, 4, 2, 768, 256, "bfloat16", encodings=(kind,)), np.random.default_rng(3)
     layout = SlabLayout.even(4, geometry.stride_bytes(0), experts=4)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from edgemoe.encodings.rows import E2M1
 from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.intrinsics import instruction
-from edgemoe.types.encoding import LANE_COLUMNS, Encoding
+from edgemoe.types.encoding import LANE_COLUMNS, MIDDLE, Encoding
 
 F32, I64 = ir.FloatType(), ir.IntType(64)
 I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))
@@ -182,8 +182,22 @@ def _suffix(kind: Any) -> str:
     return f"v{kind.count}{'f32' if kind.element == F32 else f'i{kind.element.width}'}"
 
 
+def has_signed_bytes(encoding: Encoding, instructions: Instructions) -> bool:
+    """Returns whether bytes of affine weights are signed in products: AVX-512 wants none so, others all of 8 bits."""
+    return (encoding.bits == 8 or encoding.levels) and instructions is not AVX512
+
+
 def excess_of(encoding: Encoding, instructions: Instructions) -> int:
-    """Returns by how much weights are too large in products, times the sums of activations to be taken off again."""
+    """Returns by how much weights are too large in products, times the sums of activations to be taken off again.
+
+    It is -1 where the sums themselves are needed.
+    """
+    if encoding.is_affine:
+        if encoding.offset != MIDDLE:
+            return -1
+        if encoding.levels or encoding.bits == 8:
+            return 0 if has_signed_bytes(encoding, instructions) else 128
+        return encoding.middle
     return 0 if encoding.name == "int8" and instructions is not AVX512 else EXCESS[encoding.name]
 
 
@@ -193,6 +207,13 @@ class CodeProducts(CodeVectors):
     @property
     def excess(self) -> int:
         return excess_of(self.encoding, self.instructions)
+
+    @property
+    def is_signed(self) -> bool:
+        """Returns whether the bytes of `quads` are signed."""
+        if self.encoding.is_affine:
+            return has_signed_bytes(self.encoding, self.instructions)
+        return not self.excess
 
     def quads(self, word: Any) -> list[Any]:
         """Returns words of 4 whole numbers: 4 columns of each lane, once for int8 and twice for 4 bits."""
@@ -218,7 +239,7 @@ class CodeProducts(CodeVectors):
 
     def _by_pairs(self, quads: Any, x: Any) -> Any:
         weights, numbers = self.b.bitcast(quads, self.bytes), self.b.bitcast(x, self.bytes)
-        if not self.excess:  # 127 * 127 * 2 fits 16 bits, 255 * 127 * 2 would not
+        if self.is_signed:  # 127 * 127 * 2 fits 16 bits, 255 * 127 * 2 would not
             numbers = self.call("llvm.x86.avx2.psign.b", self.bytes, numbers, weights)
             negative = self.b.icmp_signed("<", weights, self.splat(self.bytes, 0))
             weights = self.b.select(negative, self.b.neg(weights), weights)

@@ -22,7 +22,6 @@ from edgemoe.jit.intrinsics import (
     atomic_store,
     cgutils,
     f32_at,
-    i32_at,
     intrinsic,
     jit,
     round_bf16,
@@ -31,6 +30,7 @@ from edgemoe.jit.intrinsics import (
     u16_at,
 )
 from edgemoe.jit.object_cache import Code, code
+from edgemoe.kernels.cpu.encoded.affine_factors import AffineVectors
 from edgemoe.kernels.cpu.encoded.instructions import F32, I8, I16, I32, CodeVectors, Instructions
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
@@ -66,7 +66,7 @@ def _splat(kind: Any, value: float) -> Any:
 
 def _reduce(builder: Any, how: str, vector: Any) -> Any:
     """Reduces the whole numbers of a vector to one."""
-    name, kind = f"llvm.vector.reduce.{how}.v{LANE_COLUMNS}i32", ir.FunctionType(I32, [vector.type])
+    name, kind = f"llvm.vector.reduce.{how}.v{vector.type.count}i32", ir.FunctionType(I32, [vector.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector])
 
 
@@ -88,17 +88,18 @@ def _store_fours(builder: Any, numbers: Any, out: Any, step: Any) -> None:
         builder.store(word, builder.inttoptr(place, I32.as_pointer()), align=1)
 
 
-def _make_quantise(parts: int) -> Callable[[int, int, int, int, int], Any]:
-    """Makes quantise(values, codes, n, step, scale), which writes 32 float32 as whole numbers in `parts` parts.
+def _make_quantise(excess: int, parts: int, halves: int) -> Callable[[int, int, int, int, int, int], Any]:
+    """Makes quantise(values, codes, n, step, scale, sums), which writes 32 float32 as whole numbers in `parts` parts.
 
-    The parts lie `n` bytes apart. It writes the numbers' scale, a float32, and returns their sum.
+    The parts lie `n` bytes apart. It writes the numbers' scale, a float32, and for each of `halves` their sum times
+    -`excess`, int32, `n` / 8 bytes apart.
     """
     most = float(MOST if parts == 2 else MOST_NARROW)
 
     @intrinsic
-    def quantise(typing: Any, values: Any, codes: Any, n: Any, step: Any, scale: Any) -> Any:
-        def emit(_: Any, b: Any, __: Any, args: Any) -> Any:
-            values, codes, n, step, scale = args
+    def quantise(typing: Any, values: Any, codes: Any, n: Any, step: Any, scale: Any, sums: Any) -> Any:
+        def emit(context: Any, b: Any, __: Any, args: Any) -> Any:
+            values, codes, n, step, scale, sums = args
             floats, words = ir.VectorType(F32, LANE_COLUMNS), ir.VectorType(I32, LANE_COLUMNS)
             given = b.load(b.inttoptr(values, floats.as_pointer()), align=4)
             sizes = b.and_(b.bitcast(given, words), _splat(words, 0x7FFFFFFF))  # ordered as the floats are
@@ -114,30 +115,38 @@ def _make_quantise(parts: int) -> Callable[[int, int, int, int, int], Any]:
                 upper = _nearest(b, b.sitofp(numbers, floats), base, words)
                 _store_fours(b, b.sub(numbers, b.mul(upper, _splat(words, BASE))), b.add(codes, n), step)
             _store_fours(b, upper, codes, step)
-            return _reduce(b, "add", numbers)
+            for half in range(halves):
+                size = LANE_COLUMNS // halves
+                places = ir.Constant(ir.VectorType(I32, size), list(range(half * size, (half + 1) * size)))
+                total = _reduce(b, "add", b.shuffle_vector(numbers, ir.Constant(words, ir.Undefined), places))
+                to = b.add(sums, b.mul(b.udiv(n, ir.Constant(I64, 8)), ir.Constant(I64, half)))
+                place = b.inttoptr(to, I32.as_pointer())
+                b.store(b.mul(total, ir.Constant(I32, -excess)), place, align=4)
+            return context.get_dummy_value()
 
-        return types.int32(*[types.int64] * 5), emit
+        return types.void(*[types.int64] * 6), emit
 
     return quantise  # type: ignore[no-any-return]
 
 
 @cache
-def make_pack_whole(excess: int, parts: int = 2) -> Code:
+def make_pack_whole(excess: int, parts: int = 2, halves: int = 1) -> Code:
     """Makes the counterpart of `pack_floats` for whole numbers of 16 bits, in two parts, or of 8 bits, in one.
 
-    It writes their parts [n], the upper one first, the lanes' scales, float32, and their sums times -`excess`, int32.
+    It writes their parts [n], the upper one first, and the lanes' scales, float32. Sums of whole lanes follow, or of
+    the first and then the second halves, times -`excess`, int32.
     """
-    quantise = _make_quantise(parts)
+    quantise = _make_quantise(excess, parts, halves)
 
     @code(*[INT] * 5)
     def pack_whole(values: int, first: int, count: int, n: int, out: int) -> None:
         scales = out + parts * n
-        sums = i32_at(scales + n // LANE_COLUMNS * 4)
+        sums = scales + n // LANE_COLUMNS * 4
         for at in range(0, count, LANE_COLUMNS):
             lane = (first + at) // LANE_COLUMNS
             run = lane // LANES
             codes, step = out + run * RUN + lane % LANES * 4, lanes_of(run, n) * 4
-            sums[lane] = np.int32(-excess) * quantise(values + 4 * at, codes, n, step, scales + 4 * lane)
+            quantise(values + 4 * at, codes, n, step, scales + 4 * lane, sums + 4 * lane)
 
     return pack_whole
 
@@ -153,6 +162,7 @@ class _Emitter:
         """Writes the n weights of the row at `w` to `out`."""
         b, encoding = self.b, self.encoding
         self.w, self.out = w, out
+        self.affine = AffineVectors(self.v, encoding, n) if encoding.is_affine else None
         self.scales = b.add(w, b.udiv(b.mul(n, self.number(encoding.bits)), self.number(8)))
         runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
         with cgutils.for_range(b, runs, intp=I64) as loop:
@@ -173,12 +183,15 @@ class _Emitter:
         """Decodes as many lanes of a run as a vector has; `left` of them are there."""
         b, first, encoding = self.b, part * self.lanes, self.encoding
         codes = self.at(self.w, run, RUN * encoding.bits // 8, first * (1 if encoding.name == "fp8" else 4))
-        scale_bytes = encoding.scale_bytes * LANE_COLUMNS * LANES // encoding.group
-        scale = self.v.scales(self.at(self.scales, run, scale_bytes, first * scale_bytes // LANES), left)
         mask = None if left is None else self.v.first(left, self.lanes)
+        if self.affine:
+            values = self.affine.weights(codes, lanes, mask, self.affine.factors(self.w, run, first, left))
+        else:
+            scale_bytes = encoding.scale_bytes * LANE_COLUMNS * LANES // encoding.group
+            scale = self.v.scales(self.at(self.scales, run, scale_bytes, first * scale_bytes // LANES), left)
+            values = (b.fmul(weight, scale) for weight in self.v.columns(codes, lanes, mask))
         to = self.at(self.out, run, RUN * self.size, first * self.size)
-        for column, weight in enumerate(self.v.columns(codes, lanes, mask)):
-            value = b.fmul(weight, scale)
+        for column, value in enumerate(values):
             if self.size == 2:
                 upper = b.lshr(round_bf16(b, value), self.v.splat(self.v.words, 16))
                 value = b.trunc(upper, ir.VectorType(I16, self.lanes))

@@ -8,6 +8,7 @@ float32, and the widest vectors are taken.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from llvmlite import ir
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, intrinsic, multiply_add, prefetch, types
 from edgemoe.jit.object_cache import Code, CompiledPart, code, link
+from edgemoe.kernels.cpu.encoded.affine_factors import AffineVectors, LaneFactors
 from edgemoe.kernels.cpu.encoded.instructions import (
     AVX2,
     AVX512,
@@ -31,7 +33,7 @@ from edgemoe.kernels.cpu.encoded.instructions import (
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.gemv import make_rows, rows_code
 from edgemoe.kernels.cpu.vector import make_pack_some
-from edgemoe.types.encoding import LANE_COLUMNS, Encoding
+from edgemoe.types.encoding import LANE_COLUMNS, MIDDLE, MINIMUM, Encoding
 
 LINE_BYTES = 64
 TOGETHER = 2  # rows of 4 bits side by side: one is short compared with its fixed cost
@@ -68,7 +70,8 @@ class _Emitter:
         lines = [b.add(w, self.times(stride, row)) for row in range(self.rows)]
         for place in (place for places in self.sums for place in places):
             b.store(self.v.splat(self.v.floats, 0.0), place)
-        self.n, self.scale_bytes = n, self.encoding.scale_bytes * LANE_COLUMNS * LANES // self.encoding.group
+        self.n, self.scale_bytes = n, sum(array.bytes * RUN // array.columns for array in self.encoding.factors)
+        self.affine = AffineVectors(self.v, self.encoding, n) if self.encoding.is_affine else None
         self.to_scales = b.udiv(self.times(n, self.encoding.bits), self.number(8))
         runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
         with cgutils.for_range(b, runs, intp=I64) as loop:
@@ -128,21 +131,28 @@ class _Emitter:
         b, first = self.b, part * self.lanes
         width = 1 if self.encoding.name == "fp8" else 4  # bytes of a lane that lie side by side
         to_codes = b.add(self.times(run, RUN * self.encoding.bits // 8), self.number(first * width))
-        to_scales = b.add(self.times(run, self.scale_bytes), self.number(first * self.scale_bytes // LANES))
-        to_scales = b.add(self.to_scales, to_scales)
-        scales = [self.v.scales(b.add(row, to_scales), left) for row in rows]
         mask = None if left is None else self.v.first(left, self.lanes)
         codes = [b.add(row, to_codes) for row in rows]
+        if self.affine:
+            factors = [self.affine.factors(row, run, first, left) for row in rows]
+        else:
+            to_scales = b.add(self.times(run, self.scale_bytes), self.number(first * self.scale_bytes // LANES))
+            to_scales = b.add(self.to_scales, to_scales)
+            factors = [[LaneFactors(self.v.scales(b.add(row, to_scales), left))] for row in rows]
         if self.parts:
             lane, place = b.add(self.times(run, LANES), self.number(first)), self.times(run, RUN)
-            results = self.whole_sums(codes, vectors, b.add(place, self.number(4 * first)), lane, lanes, mask)
-        else:
-            place = b.add(self.times(run, 4 * RUN), self.number(4 * first))
-            results = [(total, None) for each in codes for total in self.float_sums(each, vectors, place, lanes, mask)]
-        for number, (places, (total, factor)) in enumerate(zip(self.sums, results, strict=True)):
-            scale = scales[number // self.tokens]
-            weight = scale if factor is None else b.fmul(scale, factor)
-            b.store(multiply_add(b, total, weight, b.load(places[part])), places[part])
+            place = b.add(place, self.number(4 * first))
+            self.whole_sums(codes, factors, vectors, place, lane, lanes, mask, part)
+            return
+        place = b.add(self.times(run, 4 * RUN), self.number(4 * first))
+        for row, row_codes in enumerate(codes):
+            totals = self.float_sums(row_codes, factors[row], vectors, place, lanes, mask)
+            for places, total in zip(self.sums[row * self.tokens :], totals, strict=False):
+                sum_ = b.load(places[part])
+                if self.affine:
+                    b.store(b.fadd(sum_, total), places[part])
+                else:
+                    b.store(multiply_add(b, total, factors[row][0].scale, sum_), places[part])
 
     def fetch(self, steps: int) -> None:
         """Prefetches one of `steps` parts of the coming rows: all at once would delay the present reads."""
@@ -151,11 +161,14 @@ class _Emitter:
             prefetch(self.b, address)
         del self.coming[:some]
 
-    def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
-        """Returns each token's sums of the lanes of a row, without the scales."""
+    def float_sums(
+        self, codes: Any, factors: list[LaneFactors], vectors: list[Any], place: Any, lanes: Any, mask: Any
+    ) -> list[Any]:
+        """Returns each token's sums of the lanes of a row, without the scales if these are of whole lanes."""
         b, v = self.b, self.v
+        weights = self.affine.weights(codes, lanes, mask, factors) if self.affine else v.columns(codes, lanes, mask)
         sums = [[v.splat(v.floats, 0.0)] * 2 for _ in vectors]  # starts at 0, so that every product is fused
-        for column, weight in enumerate(v.columns(codes, lanes, mask)):
+        for column, weight in enumerate(weights):
             self.fetch(LANE_COLUMNS - column)
             at = b.add(place, self.times(lanes, 4 * column))
             for vector, halves in zip(vectors, sums, strict=True):
@@ -164,39 +177,84 @@ class _Emitter:
         return [b.fadd(*halves) for halves in sums]
 
     def whole_sums(
-        self, codes: list[Any], vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
-    ) -> list[tuple[Any, Any]]:
-        """Returns each row's and token's sums of the lanes, and the scales of the token's activations."""
+        self,
+        codes: list[Any],
+        factors: list[list[LaneFactors]],
+        vectors: list[Any],
+        place: Any,
+        lane: Any,
+        lanes: Any,
+        mask: Any,
+        part: int,
+    ) -> None:
+        """Adds each row's and token's products of the lanes, multiplied with both scales, to the sums."""
         assert isinstance(self.v, CodeProducts)
-        b, v = self.b, self.v
-        factors, firsts, half = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
+        b, v, halves = self.b, self.v, self.encoding.halves
+        scales, firsts, half_value = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
         for vector in vectors:  # the scales follow all parts of the activations, the sums follow the scales
             at = b.add(vector, b.add(self.times(self.n, self.parts), self.times(lane, 4)))
-            factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
-            at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
-            firsts.append(v.load(at, v.words, mask) if v.excess else None)
-        sums = [[*[None] * (self.parts - 1), first] for _ in codes for first in firsts]
-        words = LANE_COLUMNS * self.encoding.bits // 32
-        for word in range(words):
-            self.fetch(words - word)
-            quads = [v.quads(v.word(code, lanes, word, mask)) for code in codes]
-            for number in range(len(quads[0])):
-                four = word * len(quads[0]) + number
-                numbers = [
-                    [
-                        v.word(b.add(b.add(vector, self.times(self.n, part)), place), lanes, four, mask)
-                        for part in range(self.parts)
-                    ]
-                    for vector in vectors
+            scales.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half_value)))
+            own = []
+            for _ in range(halves):
+                at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
+                own.append(v.load(at, v.words, mask) if v.excess else None)
+            firsts.append(own)
+        totals = self.products(codes, firsts, vectors, place, lanes, mask)
+        for number, places in enumerate(self.sums):
+            row, token = divmod(number, self.tokens)
+            result = b.load(places[part])
+            for half, (total, sums) in enumerate(zip(totals[number], firsts[token], strict=True)):
+                lane_factors = factors[row][half]
+                if self.affine and self.encoding.offset != MIDDLE:
+                    total = self.affine.shifted(total, sums, lane_factors)
+                weight = b.fmul(lane_factors.scale, scales[token])
+                result = multiply_add(b, b.sitofp(total, v.floats), weight, result)
+                if self.encoding.offset == MINIMUM:
+                    minimum = b.fmul(lane_factors.beside, scales[token])
+                    result = multiply_add(b, b.sitofp(sums, v.floats), minimum, result)
+            b.store(result, places[part])
+
+    def products(
+        self, codes: list[Any], firsts: list[list[Any]], vectors: list[Any], place: Any, lanes: Any, mask: Any
+    ) -> list[list[Any]]:
+        """Returns each row's and token's products by halves of the lanes. They start at `firsts` if it is excess."""
+        assert isinstance(self.v, CodeProducts)
+        b, v, halves = self.b, self.v, self.encoding.halves
+        sums = [
+            [[*[None] * (self.parts - 1), first if v.excess > 0 else None] for first in own]
+            for _ in codes
+            for own in firsts
+        ]
+        streams = [self.quads(code, lanes, mask) for code in codes]
+        each = 1 if self.encoding.bits == 8 else 2  # quads of a word
+        for four in range(LANE_COLUMNS // 4):
+            if four % each == 0:
+                self.fetch((LANE_COLUMNS // 4 - four) // each)
+            quads = [next(stream) for stream in streams]
+            numbers = [
+                [
+                    v.word(b.add(b.add(vector, self.times(self.n, part)), place), lanes, four, mask)
+                    for part in range(self.parts)
                 ]
-                for i, parts in enumerate(sums):
-                    row, token = divmod(i, self.tokens)
-                    for part, x in enumerate(numbers[token]):
-                        parts[part] = v.add(parts[part], quads[row][number], x)
+                for vector in vectors
+            ]
+            for i, own in enumerate(sums):
+                row, token = divmod(i, self.tokens)
+                parts = own[four * halves // (LANE_COLUMNS // 4)]
+                for part, x in enumerate(numbers[token]):
+                    parts[part] = v.add(parts[part], quads[row], x)
         if self.parts == WORDS:
-            sums = [[b.add(b.mul(upper, v.splat(v.words, BASE)), lower)] for upper, lower in sums]
-        totals = [b.sitofp(total, v.floats) for (total,) in sums]
-        return list(zip(totals, factors * len(codes), strict=True))
+            return [[b.add(b.mul(upper, v.splat(v.words, BASE)), lower) for upper, lower in own] for own in sums]
+        return [[total for (total,) in own] for own in sums]
+
+    def quads(self, code: Any, lanes: Any, mask: Any) -> Iterator[Any]:
+        """Yields words of 4 whole numbers, which are 4 columns of each lane."""
+        assert isinstance(self.v, CodeProducts)
+        if self.affine:
+            yield from self.affine.quads(code, lanes, mask)
+            return
+        for word in range(LANE_COLUMNS * self.encoding.bits // 32):
+            yield from self.v.quads(self.v.word(code, lanes, word, mask))
 
     def total(self, parts: list[Any]) -> Any:
         """Returns the sum of 16 lanes: of two halves, and so on."""
@@ -378,7 +436,7 @@ def _byte_parts(encoding: Encoding, bf16: bool) -> list[CompiledPart]:
     """Returns the part for many tokens with activations of 8 bits, where the processor has fast instructions for it."""
     if not AVX512.here or not _is_whole(encoding, bf16):
         return []
-    rows, pack = make_byte_rows(encoding, AVX512), make_pack_whole(excess_of(encoding, AVX512), BYTES)
+    rows, pack = make_byte_rows(encoding, AVX512), make_pack_whole(excess_of(encoding, AVX512), BYTES, encoding.halves)
     return [CompiledPart((rows, pack), f"{encoding.name}.bytes")]
 
 
@@ -386,7 +444,7 @@ def _pack_part(encoding: Encoding, chosen: Instructions, bf16: bool) -> Compiled
     """Returns the part that unpacks rows for tiles, and packs vectors for the chosen instructions."""
     whole = _is_whole(encoding, bf16)
     widest = usable(whole)[0]
-    pack = make_pack_whole(excess_of(encoding, chosen)) if whole else pack_floats
+    pack = make_pack_whole(excess_of(encoding, chosen), WORDS, encoding.halves) if whole else pack_floats
     unpack = make_unpack(encoding, widest, bf16)
     return CompiledPart((unpack, pack), f"{encoding.name}.{widest.name}.{chosen.name}.{bf16}")
 
