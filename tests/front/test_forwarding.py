@@ -51,12 +51,12 @@ from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
 from edgemoe.types.request import Emission, Request, Sampling
 
 DAEMON = Path(__file__).parents[1] / "support" / "daemon_process.py"
-TOKENS = 200
+TOKENS = 100
 
 
 @pytest.fixture(autouse=True)
 def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCRIPTED_STEP_S", "0.005")
+    monkeypatch.setenv("SCRIPTED_STEP_S", "0.01")
 
 
 @pytest.fixture
