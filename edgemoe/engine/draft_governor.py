@@ -21,8 +21,10 @@ FIRST_LOSS_STEPS = 2.0  # mean steps that they may lose before that
 MOST_GAIN = 0.01  # share of the decoding time that past gains count for: later losses are noticed soon
 TRIAL_STEPS = 32  # drafts that are turned down between two trials
 FIRST_DRAFTS, LIKELY, MOST_TRIED = 12, 0.4, 4  # steps that try likely tokens at first, their least chance, their number
-TIRED_STEPS, RARELY = 8, 4  # drafts turned down in a row, after which one of RARELY steps is considered
-KNOWN_STEPS = 32  # after which one of RARELY steps without drafts is fitted
+RARELY = 4  # steps without drafts, of which one is fitted
+PAUSES = (8, 1), (64, 4)  # steps since the latest draft up to which each step looks for another, or each fourth
+LONGEST_PAUSE = 8  # steps between two looks later
+KNOWN_STEPS = 32  # before which all steps are fitted
 MATCHES = (2, 3, 4, 6, 9, 17)  # least tokens of each class of matches
 FIRST_CHANCES = (0.3, 0.45, 0.55, 0.65, 0.75, 0.85)  # of acceptance by class of match, until measured
 PLACES = 4  # of tokens in a draft that are told apart: the first ones, and all others
@@ -164,11 +166,14 @@ class DraftGovernor:
         self.decode_s = 0.0  # of steps that only decoded
         self.expert_s = 0.0  # of one more distinct expert, as of the last draft that was considered
         self._steps = self._drafted = self._turned_down = self._asked = 0
+        self._quiet = 0  # steps since the latest one with drafts
 
     def is_asked(self) -> bool:
         """Returns whether the next step should look for drafts. Looking takes time even where it finds none."""
         self._asked += 1
-        return self._turned_down < TIRED_STEPS or self._asked % RARELY == 0
+        self._quiet += 1
+        pause = next((pause for steps, pause in PAUSES if self._quiet <= steps), LONGEST_PAUSE)
+        return self._asked % pause == 0
 
     def lengths(self, chances: Row[Floats], sure: int, room: int) -> list[int]:
         """Returns how many tokens of each draft a step checks, that has `sure` other rows and room for `room` drafted.
@@ -195,7 +200,7 @@ class DraftGovernor:
             if not (is_new or self._turned_down >= TRIAL_STEPS) or not self._may_lose(0.5):
                 return nothing
             taken = max(1, min(likely, MOST_TRIED))
-        self._turned_down = 0
+        self._turned_down = self._quiet = 0
         self._drafted += 1
         for _, at in offers[:taken]:
             nothing[at] += 1

@@ -50,9 +50,9 @@ class Speculation:
 
     def add_drafts(self, works: list[ScheduledWork]) -> list[ScheduledWork]:
         """Returns the works with drafts to check, each with places for its keys and values."""
-        if not works or len(works) >= MOST_ROWS or not all(work.seq.decoding for work in works):
+        if not works or len(works) >= MOST_ROWS or not self.governor.is_asked():
             return works
-        if any(work.seq.missing_expert for work in works) or not self.governor.is_asked():
+        if not all(work.seq.decoding and not work.seq.missing_expert for work in works):
             return works
         drafts = [self._draft(work.seq) for work in works]
         if not any(draft.tokens for draft in drafts):
@@ -69,14 +69,14 @@ class Speculation:
 
     def observe(self, step: CommittedStep) -> None:
         """Adds a step that only decoded, whose drafts are checked."""
-        routing, drafted, sure = step.computed.routing, 0, step.experts
+        routing, drafted, right, sure = step.computed.routing, 0, 0, step.experts
         if len(routing.meta.drafted):
-            drafted = int(routing.meta.drafted.sum())
+            drafted, right = int(routing.meta.drafted.sum()), int(step.accepted.sum())
             sure = count_active_experts(routing.ids[:, routing.meta.sure_rows])
-            for work, right in zip(step.computed.works, step.accepted.tolist(), strict=True):
+            for work, accepted in zip(step.computed.works, step.accepted.tolist(), strict=True):
                 if work.draft:
-                    self._observe_draft(work, right)
-        rows, right = len(routing.meta.tokens), int(step.accepted.sum())
+                    self._observe_draft(work, accepted)
+        rows = len(routing.meta.tokens)
         self.governor.observe(DraftedStep(rows, drafted, right, step.experts, sure, step.step_s, routing.stall_s))
 
     def _observe_draft(self, work: ScheduledWork, right: int) -> None:

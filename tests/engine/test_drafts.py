@@ -125,6 +125,43 @@ def test_emissions_count_accepted_and_rejected_drafts() -> None:
     assert accepted <= len(drive.tokens())
 
 
+LIKELIEST, TEMPERATURE, SEEDS = 4, 12.0, 300  # the model is very sure of its tokens
+CRITICAL = 16.27  # chi-square of 3 degrees of freedom that chance exceeds once in 1,000 tests
+
+
+def chi_square(tokens: list[int], likeliest: list[tuple[int, float]]) -> float:
+    """Returns the statistic of sampled tokens against softmax(log probability / temperature) of the likeliest ones."""
+    names, scores = zip(*likeliest, strict=True)
+    assert set(tokens) <= set(names)
+    weights = np.exp((np.array(scores) - max(scores)) / TEMPERATURE)
+    wanted = len(tokens) * weights / weights.sum()
+    assert wanted.min() >= 5
+    counts = np.array([tokens.count(name) for name in names])
+    return float(((counts - wanted) ** 2 / wanted).sum())
+
+
+@pytest.mark.usefixtures("drafts")
+def test_sampled_tokens_keep_their_distribution_where_drafts_are_checked() -> None:
+    """Sampled tokens behind the likeliest ones, which are drafted, follow the model's probabilities."""
+    plain = Drive()
+    plain.submit(prompt(30), max_tokens=3, logprobs=LIKELIEST)
+    plain.run()
+    likeliest, top = plain.tokens(), [one.top for one in plain.emitted if one.token is not None]
+    drive = Drive(drafts="lookup")
+    for seed in range(SEEDS):
+        style = {"temperature": TEMPERATURE, "top_k": LIKELIEST, "expected": tuple(likeliest)}
+        drive.submit(prompt(30), f"s{seed}", seed=seed, max_tokens=3, **style)
+        drive.run()
+    answers = [drive.tokens(f"s{seed}") for seed in range(SEEDS)]
+    accepted, rejected = drafted(drive)
+    assert accepted > 20 < rejected
+    for at in range(3):
+        same = [answer[at] for answer in answers if answer[:at] == likeliest[:at]]
+        assert chi_square(same, list(top[at])) < CRITICAL
+        more = [likeliest[at] if i % 3 else token for i, token in enumerate(same)]
+        assert at == 2 or chi_square(more, list(top[at])) > CRITICAL  # drafts that are taken too often would be seen
+
+
 @pytest.mark.usefixtures("drafts")
 def test_a_text_that_the_request_expects_is_drafted() -> None:
     drive = Drive()
