@@ -37,6 +37,12 @@ CLIENTS = (
     Client("ollama", ("ollama==0.6.3",), "ollama_python.py"),
     Client("ollama-npm", ("ollama@0.6.4",), "ollama_npm.cjs"),
     Client("langchain-ollama", ("langchain-ollama==1.1.0",), "langchain_ollama_python.py"),
+    Client(
+        "ai-sdk",
+        ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140"),
+        "ai_sdk.cjs",
+    ),
+    Client("mistralai", ("mistralai==3.7.0",), "mistral_python.py"),
     Client("instructor", ("instructor==1.17.0",), "instructor_python.py"),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_python.py"),
     Client("llm", ("llm==0.36",), "llm_command.py"),
