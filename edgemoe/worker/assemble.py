@@ -21,7 +21,7 @@ from edgemoe.engine.engine import Engine, ServingBudget
 from edgemoe.engine.grammar import GrammarCompiler
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.steps import LoadedModel, StepObservers
-from edgemoe.errors import CapacityError
+from edgemoe.errors import CapacityError, CheckpointError
 from edgemoe.experts import compiled_parts
 from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
@@ -298,12 +298,15 @@ def _engine(
 
 
 def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
-    """Returns the compiler of grammars, or None where the model has no tokenizer."""
+    """Returns the compiler of grammars, or None where the model has no tokenizer. Raises CheckpointError."""
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
         return None
     ends = list(TextModel(directory).eos) or None
-    return GrammarCompiler(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))
+    try:
+        return GrammarCompiler(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))
+    except ValueError as error:  # such as more tokens than the model has
+        raise CheckpointError(f"{tokenizer} does not fit the model: {error}; pull or pack the model again") from error
 
 
 def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:

@@ -111,6 +111,8 @@ async def test_files_that_cannot_be_read_are_found_out_before_the_daemon_reads_t
     for files, why in (
         ({"tokenizer.json": "[" * 10_000_000}, "cannot be read"),
         ({"chat_template.jinja": "{% if %}"}, "chat template cannot be read"),
+        ({"chat_template.jinja": "{{ " + "(" * 100_000}, "chat template cannot be read"),
+        ({"chat_template.jinja": "{{ (9 ** 99999) ~ 'x' }}"}, "chat template cannot be read"),
         ({"chat_template.jinja": "{{ 9 ** (9 ** 9) }}"}, "within bounds"),
     ):
         model = write_model(tmp_path / str(len(str(files))))

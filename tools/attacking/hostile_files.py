@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.attacking.hostile_checkpoints import FILES
+from tools.attacking.hostile_checkpoints import FILES, SERVED_ONCE
 from tools.attacking.hostile_hub import REPLIES, bomb, hostile_hub
 
-WITHIN_S = 180.0  # on a busy machine; the hub's library waits ten seconds for an answer, four times
-LARGEST_MB = 1500.0
+WITHIN_S = 400.0  # on a busy machine; the hub's library waits ten seconds for an answer, four times
+LARGEST_MB = 3500.0  # of children that make prompts, whose addresses are bounded
 LOOK_S = 0.02
 
 
@@ -88,15 +88,15 @@ def run(attack: str, command: list[str], env: dict[str, str]) -> Outcome:
         out.seek(0)
         said = out.read().decode(errors="replace")
     outcome = Outcome(attack, code, round(time.monotonic() - began_s, 1), round(largest_mb), said.strip()[-300:])
-    outcome.fault = fault_of(outcome, said)
+    outcome.fault = fault_of(outcome, said, is_served=SERVED_ONCE in command)
     return outcome
 
 
-def fault_of(outcome: Outcome, said: str) -> str:
-    """Returns the fault of how a command ended; "" if it has none."""
+def fault_of(outcome: Outcome, said: str, *, is_served: bool) -> str:
+    """Returns the fault of how a command ended; "" if it has none. Children of daemons may end by tracebacks."""
     if outcome.code < 0:
         return "killed: too late" if outcome.seconds >= WITHIN_S else f"killed by signal {-outcome.code}"
-    if "Traceback" in said:
+    if "Traceback" in said and not is_served:
         return "a traceback"
     if "\x1b" in said or "\x07" in said:
         return "escape sequences reach the terminal"
@@ -118,7 +118,10 @@ def pull(reply: str, folder: Path) -> Outcome:
 def read(name: str, folder: Path) -> Outcome:
     """Has a command read a hostile file."""
     command = FILES[name](folder)
-    return run(name, [sys.executable, "-m", *command], {"HOME": str(folder)})
+    outcome = run(name, [sys.executable, "-m", *command], {"HOME": str(folder)})
+    if command[0] == SERVED_ONCE and outcome.code and not outcome.fault:
+        outcome.fault = outcome.said.splitlines()[-1]
+    return outcome
 
 
 ATTACKS: dict[str, Callable[[str, Path], Outcome]] = {

@@ -294,7 +294,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             return {name: environment.from_string(text) for name, text in self._sources.items()}
-        except jinja2.TemplateError as error:
+        except (*FAULTS, RecursionError, MemoryError) as error:  # constants are worked out, too
             raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
 
     def render(
