@@ -26,7 +26,10 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 
 GENERATIONS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # capability * 10 -> shared memory of one block, bytes
 ROOT = Path(__file__).parents[2]
-RELU2 = Activation("relu2")  # takes no gate
+BOTH = [  # with a gate and without
+    pytest.param(SILU, id="silu"),
+    pytest.param(Activation("relu2"), id="relu2", marks=pytest.mark.slow),
+]
 ENCODED = [kind for kind in KINDS if ENCODINGS[kind].scales(1)]
 
 
@@ -75,7 +78,7 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
         assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
 
 
-@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda each: each.kind)
+@pytest.mark.parametrize("activation", BOTH)
 @pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(KINDS, TILE_ROWS)))
 def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
     capability: int, kind: str, rows: int, activation: Activation
@@ -110,7 +113,7 @@ def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_e
     assert max(map(max, errors.values())) < 5e-6
 
 
-@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda each: each.kind)
+@pytest.mark.parametrize("activation", BOTH)
 @pytest.mark.parametrize(("capability", "kind"), by_turns(GENERATIONS, KINDS))
 def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(
     capability: int, kind: str, activation: Activation
