@@ -316,10 +316,13 @@ def tier_table(metrics: Mapping[str, float]) -> Table:
 def _request_table(metrics: Mapping[str, float]) -> Table:
     blocks = select(metrics, names.KV_BLOCKS)
     used = select(metrics, names.KV_BLOCKS_REFERENCED)
+    windows = select(metrics, names.WINDOW_BLOCKS)
+    in_windows = select(metrics, names.WINDOW_BLOCKS_REFERENCED)
     rows = {
         "Requests": f"{select(metrics, names.REQUESTS_RUNNING):.0f} running, "
         f"{select(metrics, names.QUEUE_DEPTH):.0f} waiting",
         "KV cache": f"{used / blocks:.0%} of {blocks:.0f} blocks" if blocks else "",
+        "Windows": f"{in_windows / windows:.0%} of {windows:.0f} blocks" if windows else "",
         "Tokens": f"{select(metrics, 'edgemoe_generation_tokens_total'):,.0f} generated, "
         f"{select(metrics, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
         f"{select(metrics, names.PREFIX_HIT_TOKENS):,.0f} from the prefix cache",

@@ -88,6 +88,7 @@ class Engine:
             states = StateSlots(budget.state_slots, most)
         windows = WindowBlocks(budget.window_blocks, spec.kv_layout.window) if budget.window_blocks else None
         self.max_sequences = settings.max_sequences  # that run at once
+        self._windows = windows
         self.blocks = BlockManager(
             budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states, windows
         )
@@ -139,8 +140,11 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""
-        metrics, speculation = engine_metrics(self.loop, self.scheduler, self.runner, self.blocks), self.speculation
-        return metrics if speculation is None else metrics | speculation.metrics()
+        metrics = engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)
+        for part in (self.speculation, self._windows):
+            if part is not None:
+                metrics |= part.metrics()
+        return metrics
 
     def close(self) -> None:
         """Ends the grammar thread. Must be called after the loop has ended."""

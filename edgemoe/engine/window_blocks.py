@@ -12,6 +12,7 @@ from collections.abc import Sequence as Row
 from itertools import chain
 
 from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.types.windows import first_kept, first_seen, last_covered, least_blocks, most_kept
 
@@ -43,6 +44,10 @@ class WindowBlocks:
     def free(self) -> int:
         """Counts blocks that no sequence holds, blocks of the prefix cache included."""
         return len(self._passed) + len(self._kept)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of blocks by metric name. May be called while a step runs."""
+        return {names.WINDOW_BLOCKS: self.count, names.WINDOW_BLOCKS_REFERENCED: self.count - self.free}
 
     def covered(self, keys: Row[bytes]) -> int:
         """Returns the largest number of leading blocks of these keys whose last window is known."""

@@ -131,6 +131,18 @@ def ask(drive: Drive) -> list[list[int]]:
     return [drive.tokens(f"r{length}") for length in LENGTHS]
 
 
+def test_metrics_tell_the_blocks_of_windows(windowed: Windowed) -> None:
+    drive = Drive(model=windowed.model)
+    before = drive.engine.metrics()
+    submit(drive, prompt(40, 40, 96), "r", TOKENS)
+    drive.step()
+    during = drive.engine.metrics()
+    held, count = "edgemoe_kv_window_blocks_referenced", "edgemoe_kv_window_blocks"
+    assert before[held] < during[held] <= during[count] == before[count]
+    drive.run()
+    assert drive.engine.metrics()[held] == before[held]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
