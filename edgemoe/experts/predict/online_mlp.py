@@ -1,15 +1,13 @@
 """Learns, while serving, how soon an expert is needed: each expert's own history, and one network for all experts.
 
-The target is decay^steps to the next use. The network starts from weights that were fitted to recorded routing. It
-trains by Adam [Adam] on minibatches of recent examples, and scores with an average of its weights [Polyak].
+The target is decay^steps to the next use. It trains by Adam [Adam] on minibatches of recent examples, and
+scores with an average of its weights [Polyak].
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,8 +113,8 @@ BATCH = 256
 EXAMPLES = 64  # noted at once
 LEARNING_RATE = 3e-3
 AVERAGED = 0.003  # weight of each minibatch's weights in their average
+START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the direct path before anything is learned
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
-FIRST_WEIGHTS = Path(__file__).with_name("first_weights.json")  # by tools/research/cache/first_answers.py
 
 # The learner; arrays are addresses, see `OnlineMLP`. `noted` counts examples, `known` the examples with a known target.
 LEARNER = fields(
@@ -131,9 +129,10 @@ class OnlineMLP:
 
     def __init__(self, layers: int, experts: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
-        first = json.loads(FIRST_WEIGHTS.read_bytes())["weights"]
-        self.weights = np.array(first, np.float32)  # A [H, F], b [H], c [H], direct [F]
-        assert self.weights.shape == (FLAT,)
+        self.weights = np.zeros(FLAT, np.float32)  # A [H, F], b [H], c [H], direct [F]
+        self.weights[: HIDDEN * FEATURES] = random.normal(0, FEATURES**-0.5, HIDDEN * FEATURES)
+        self.weights[HIDDEN * (FEATURES + 1) : HIDDEN * (FEATURES + 2)] = random.normal(0, 0.05, HIDDEN)
+        self.weights[-FEATURES:] = START
         self.needed: Bytes = np.zeros((HORIZON_STEPS + 2, layers * experts), np.uint8)  # by step, the last ones
         self._trained = self.weights.copy()  # by the latest minibatch; `weights` is their average
         self._inputs, self._targets = np.zeros((WINDOW, FEATURES), np.float32), np.zeros(WINDOW, np.float32)

@@ -33,7 +33,7 @@ from tools.research.cache.replay import MAKERS
 
 MOST_PROMPT, FEWEST_DECODED = 400, 10  # tokens
 INSTALLS = 6  # of a kind that are measured
-EPOCHS, BATCH, RATE = 6, 1024, 3e-3  # the shipped weights are of the same training with other draws
+EPOCHS, BATCH, RATE = 6, 1024, 3e-3  # first_weights.json is of the same training with other draws
 TRAINED_TOKENS = 200, 1500  # of the installs whose examples are learned
 
 
