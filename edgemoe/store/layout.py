@@ -24,12 +24,12 @@ from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
 from edgemoe.store.sources import SourceRows, SourceTensor, check_method
 from edgemoe.types.bounds import is_number
-from edgemoe.types.encoding import ENCODINGS, FLOAT32, PAIR, Encoding, pair_name, pair_of
+from edgemoe.types.encoding import AFFINE, ENCODINGS, FLOAT32, INT4, INT8, PAIR, Encoding, pair_name, pair_of
 from edgemoe.types.experts import ExpertGeometry, padded
 
 KEEP = "keep"
 ENCODING_NAMES = {  # as asked for -> an encoding's name
-    **{name: name for name in ("int4", "int8", "q4_k", "q5_k", "q6_k")},
+    **{each.name: each.name for each in (INT4, INT8, *AFFINE)},
     "bf16": "bfloat16",
     "f32": "float32",
     KEEP: KEEP,

@@ -101,7 +101,13 @@ FP8 = Encoding("fp8", 8, 128, 4)  # E4M3, times a float32
 Q4_K = Encoding("q4_k", 4, 256, 2, "float16", MINIMUM, 32)
 Q5_K = Encoding("q5_k", 5, 256, 2, "float16", MINIMUM, 32)
 Q6_K = Encoding("q6_k", 6, 256, 2, "float16", MIDDLE, 16)
-AFFINE = (Q4_K, Q5_K, Q6_K)
+Q8_0 = Encoding("q8_0", 8, 32, 2, "float16")
+Q5_0 = Encoding("q5_0", 5, 32, 2, "float16")
+Q5_1 = Encoding("q5_1", 5, 32, 2, "float16", MINIMUM)
+Q4_0 = Encoding("q4_0", 4, 32, 2, "float16")
+Q4_1 = Encoding("q4_1", 4, 32, 2, "float16", MINIMUM)
+IQ4_NL = Encoding("iq4_nl", 4, 32, 2, "float16", levels=True)
+AFFINE = (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, IQ4_NL)
 PAIR = "+"  # between the names of the encodings of gate and up, and of down, where they differ
 ENCODINGS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4, MXFP4, FP8, *AFFINE)}
 

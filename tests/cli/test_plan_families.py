@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gate import RARE_ENCODINGS
 from support.kept import KERNELS
 from support.tiny_models import DISTINCT, SIZES
 from support.tiny_models import FAMILIES as TINY
@@ -91,6 +92,7 @@ def test_every_family_is_measured_in_all_encodings_that_it_can_have(
             [name for name in ENCODINGS if name not in DTYPES],
             ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"],  # fused, not fused, with biases
         ),
+        RARE_ENCODINGS,
     ),
     indirect=["kernels"],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gate import RARE_ENCODINGS
 from support.kept import STORES
 from support.turns import by_turns
 
@@ -31,6 +32,7 @@ BOTH = [  # with a gate and without
     pytest.param(Activation("relu2"), id="relu2", marks=pytest.mark.slow),
 ]
 ENCODED = [kind for kind in KINDS if ENCODINGS[kind].scales(1)]
+TILES = by_turns(GENERATIONS, product(KINDS, TILE_ROWS), RARE_ENCODINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, dtype:
         assert copies, "weights are not copied, 16 bytes at once, while the ones before them are multiplied"
 
 
-@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODED, ROWS)))
+@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODED, ROWS), RARE_ENCODINGS))
 def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int, kind: str, rows: int) -> None:
     swiglu = Activation("clamped_swiglu", 1.702, 7.0)
     gpt_oss = ExpertGeometry(1, 32, 4, 2880, 2880, "bfloat16", swiglu, True, (kind,))
@@ -79,7 +81,7 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
 
 
 @pytest.mark.parametrize("activation", BOTH)
-@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(KINDS, TILE_ROWS)))
+@pytest.mark.parametrize(("capability", "kind", "rows"), TILES)
 def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
     capability: int, kind: str, rows: int, activation: Activation
 ) -> None:
@@ -114,7 +116,7 @@ def test_interpreted_kernels_of_few_tokens_find_experts_in_their_slots_in_each_e
 
 
 @pytest.mark.parametrize("activation", BOTH)
-@pytest.mark.parametrize(("capability", "kind"), by_turns(GENERATIONS, KINDS))
+@pytest.mark.parametrize(("capability", "kind"), by_turns(GENERATIONS, KINDS, RARE_ENCODINGS))
 def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(
     capability: int, kind: str, activation: Activation
 ) -> None:

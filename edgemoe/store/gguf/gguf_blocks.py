@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from edgemoe.encodings.affine import join_factors
 from edgemoe.encodings.rows import join
-from edgemoe.types.encoding import Q4_K, Q5_K, Q6_K, Encoding
+from edgemoe.types.encoding import IQ4_NL, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, Encoding
 
 Bytes = npt.NDArray[np.uint8]
 Fields = tuple[Bytes, dict[str, npt.NDArray[np.generic]]]  # codes [R, C], and factors as in `encodings.affine`
@@ -89,7 +89,39 @@ def _q6_k(blocks: Bytes) -> Fields:
     }
 
 
+def _q8_0(blocks: Bytes) -> Fields:
+    return _flat(blocks[:, :, 2:] ^ np.uint8(128)), {"scale": _numbers(blocks, 0)}
+
+
+def _q4_0(blocks: Bytes) -> Fields:
+    return _flat(_nibbles(blocks[:, :, 2:], 16)), {"scale": _numbers(blocks, 0)}
+
+
+def _q4_1(blocks: Bytes) -> Fields:
+    return _flat(_nibbles(blocks[:, :, 4:], 16)), {"scale": _numbers(blocks, 0), "minimum": _numbers(blocks, 2)}
+
+
+def _five_bits(blocks: Bytes) -> Bytes:
+    """Returns codes [R, C] of a word with the upper bits of 32 codes, then their lower ones."""
+    above = np.unpackbits(blocks[:, :, :4], axis=2, bitorder="little")
+    return _flat(_nibbles(blocks[:, :, 4:], 16) | above << np.uint8(4))
+
+
+def _q5_0(blocks: Bytes) -> Fields:
+    return _five_bits(blocks[:, :, 2:]), {"scale": _numbers(blocks, 0)}
+
+
+def _q5_1(blocks: Bytes) -> Fields:
+    return _five_bits(blocks[:, :, 4:]), {"scale": _numbers(blocks, 0), "minimum": _numbers(blocks, 2)}
+
+
 BLOCK_TYPES = {
+    "Q8_0": BlockType(34, _q8_0, (Q8_0,)),
+    "Q4_0": BlockType(18, _q4_0, (Q4_0,)),
+    "IQ4_NL": BlockType(18, _q4_0, (IQ4_NL,)),
+    "Q4_1": BlockType(20, _q4_1, (Q4_1,)),
+    "Q5_0": BlockType(22, _q5_0, (Q5_0,)),
+    "Q5_1": BlockType(24, _q5_1, (Q5_1,)),
     "Q4_K": BlockType(144, _q4_k, (Q4_K, Q5_K)),
     "Q5_K": BlockType(176, _q5_k, (Q5_K,)),
     "Q6_K": BlockType(210, _q6_k, (Q6_K,)),

@@ -12,9 +12,8 @@ from edgemoe.encodings.codec import place
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.gguf.gguf_blocks import BLOCK_TYPES, affine_rows
 from edgemoe.store.sources import PLAIN, Bytes, Floats, ReadBytes, SourceTensor
-from edgemoe.types.encoding import INT4, INT8, MXFP4, Encoding
+from edgemoe.types.encoding import INT4, MXFP4, Encoding
 
-MOST_INT4_BITS = 5.0  # a weight: smaller types are re-encoded in int4, larger ones in int8
 MXFP4_BLOCK_BYTES = 17  # an exponent, then 32 codes: byte j has code j below and code j + 16 above
 Undo = Callable[..., Floats]  # of the decoded parts, as they lie in the file
 
@@ -49,20 +48,12 @@ class BlockSource(SourceTensor):
     """A matrix, or a stack of them, in one of GGUF's types of blocks. `kind` is the type's name."""
 
     @property
-    def bits(self) -> float:
-        """Returns the bits that a weight takes."""
-        weights = 1
-        for length in self.shape:
-            weights *= length
-        return 8 * self.codes.bytes / weights
-
-    @property
     def kept_as(self) -> str:
         if self.kind == "MXFP4":
             return MXFP4.name
         if self.kind in BLOCK_TYPES:
             return BLOCK_TYPES[self.kind].encodings[0].name
-        return INT4.name if self.bits < MOST_INT4_BITS else INT8.name
+        return INT4.name  # all others have fewer than 5 bits a weight
 
     @property
     def is_approximated(self) -> bool:
