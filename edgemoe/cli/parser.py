@@ -384,10 +384,7 @@ def key(subparsers: Any) -> None:
 def _encoding_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the encodings of a store's weights."""
     parser.add_argument(
-        "--experts",
-        metavar="ENCODING[,LAYER=ENCODING...]",
-        default="keep",
-        help="int4, q4_k, iq4_nl, ..., int8, bf16, keep",
+        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, q4_k, iq4_nl, int8, bf16, keep"
     )
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of others: int4, int8, bf16, f32, keep")
     parser.add_argument("--allow-nonfinite", action="store_true", help="pack weights that are not numbers, too")

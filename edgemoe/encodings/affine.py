@@ -1,7 +1,7 @@
 """Encodes and decodes rows of affine encodings, in NumPy.
 
-Factors are a dictionary of the arrays that `Encoding.factors` names. Scales and minima are the bits of 16-bit numbers,
-zero points uint8, whole numbers of parts int8. Scales and minima are searched by least squares [GGML,
+Factors are a dictionary of the arrays that `Encoding.factors` names. Scales and minima are the bits of float16 numbers,
+whole numbers of parts int8. Scales and minima are searched by least squares [GGML,
 make_qkx2_quants].
 """
 
@@ -12,16 +12,15 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.encodings.bfloat import from_bf16, to_bf16
 from edgemoe.encodings.rows import LEVELS
-from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, ZERO, Encoding
+from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, Encoding
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Factors = Mapping[str, npt.NDArray[np.generic]]  # [R, n] by name
 MOST_PART = 127  # the largest whole number of a part
 SPREADS = np.linspace(0.75, 1.05, 13, dtype=np.float32)  # tried, of the range that the codes span
-TYPES = {"scale": np.uint16, "minimum": np.uint16, "zero": np.uint8}
+TYPES = {"scale": np.uint16, "minimum": np.uint16}
 
 
 def join_factors(factors: Factors, encoding: Encoding) -> Bytes:
@@ -41,29 +40,23 @@ def split_factors(laid: Bytes, encoding: Encoding, columns: int) -> dict[str, np
     return found
 
 
-def numbers_of(bits: npt.NDArray[np.generic], encoding: Encoding) -> Floats:
+def numbers_of(bits: npt.NDArray[np.generic]) -> Floats:
     """Returns scales or minima as float32."""
-    if encoding.numbers == "bfloat16":
-        return from_bf16(bits.astype(np.uint16))
     return bits.astype(np.uint16).view(np.float16).astype(np.float32)
 
 
-def bits_of_numbers(values: Floats, encoding: Encoding) -> npt.NDArray[np.uint16]:
-    """Returns scales or minima as the bits of the encoding's type, rounded."""
-    if encoding.numbers == "bfloat16":
-        return to_bf16(np.ascontiguousarray(values, np.float32))
+def bits_of_numbers(values: Floats) -> npt.NDArray[np.uint16]:
+    """Returns scales or minima as the bits of float16, rounded."""
     return np.clip(values, -65504, 65504).astype(np.float16).view(np.uint16)
 
 
 def lines(factors: Factors, encoding: Encoding, columns: int) -> tuple[Floats, Floats]:
     """Returns scale and minimum of each column, float32 [R, C]: a weight is code * scale + minimum."""
-    scale = _by_column(numbers_of(factors["scale"], encoding), encoding.group, columns)
+    scale = _by_column(numbers_of(factors["scale"]), encoding.group, columns)
     scale = scale * _parts(factors, "scale", encoding, columns)
     if encoding.offset == MINIMUM:
-        minimum = _by_column(numbers_of(factors["minimum"], encoding), encoding.group, columns)
+        minimum = _by_column(numbers_of(factors["minimum"]), encoding.group, columns)
         return scale, minimum * _parts(factors, "minimum", encoding, columns)
-    if encoding.offset == ZERO:
-        return scale, -scale * _by_column(factors["zero"].astype(np.float32), encoding.group, columns)
     return scale, -scale * np.float32(0 if encoding.levels else encoding.middle)
 
 
@@ -90,7 +83,7 @@ def encode_affine(weights: Floats, encoding: Encoding) -> tuple[Bytes, dict[str,
     rows, columns = weights.shape
     whole = np.pad(weights, ((0, 0), (0, -columns % encoding.group)), mode="edge")
     shared = whole.reshape(rows, -1, encoding.part or encoding.group)
-    if encoding.offset in (MINIMUM, ZERO):
+    if encoding.offset == MINIMUM:
         scale, minimum = _searched_line(shared, (1 << encoding.bits) - 1)
     else:
         scale, minimum = _searched_scale(shared, encoding), np.zeros(shared.shape[:2], np.float32)
@@ -98,9 +91,6 @@ def encode_affine(weights: Floats, encoding: Encoding) -> tuple[Bytes, dict[str,
     _put(factors, "scale", scale, encoding, columns)
     if encoding.offset == MINIMUM:
         _put(factors, "minimum", minimum, encoding, columns)
-    if encoding.offset == ZERO:
-        zeros = np.rint(np.divide(-minimum, scale, out=np.zeros_like(scale), where=scale > 0))
-        factors["zero"] = np.clip(zeros, 0, 255).astype(np.uint8)
     line, below = lines(factors, encoding, columns)
     return _nearest_codes(weights, line, below, encoding), factors
 
@@ -110,14 +100,14 @@ def _put(
 ) -> None:
     """Stores values [R, n], one for each part or group, as numbers of groups and whole numbers of parts."""
     if not encoding.part:
-        factors[name] = bits_of_numbers(values, encoding)
+        factors[name] = bits_of_numbers(values)
         return
     each = encoding.group // encoding.part
     grouped = values.reshape(len(values), -1, each)
     place = np.abs(grouped).argmax(2)[:, :, None]
     largest = np.take_along_axis(grouped, place, 2)[:, :, 0]
-    factors[name] = bits_of_numbers(largest / np.float32(MOST_PART), encoding)
-    number = np.repeat(numbers_of(factors[name], encoding), each, axis=1)
+    factors[name] = bits_of_numbers(largest / np.float32(MOST_PART))
+    number = np.repeat(numbers_of(factors[name]), each, axis=1)
     whole = np.divide(values, number, out=np.zeros_like(values), where=number != 0)
     parts = np.clip(np.rint(whole), -MOST_PART, MOST_PART).astype(np.int8)
     parts = parts[:, : -(-columns // LANE_COLUMNS) * encoding.halves].reshape(len(values), -1, encoding.halves)

@@ -1,7 +1,7 @@
 """Encodings of weights: how the numbers of a matrix lie in bytes.
 
-An affine encoding holds unsigned codes, and for each group a scale; a weight is (code - middle) * scale,
-(code - zero) * scale or code * scale + minimum. With `part`, scale and minimum are products: of a number for each group
+An affine encoding holds unsigned codes, and for each group a scale; a weight is (code - middle) * scale
+or code * scale + minimum. With `part`, scale and minimum are products: of a number for each group
 and a whole number for each part of it, as in K-quants [GGML].
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LANE_COLUMNS = 32  # columns in one run of a row, one for each lane of a vector
-MIDDLE, ZERO, MINIMUM = "middle", "zero", "minimum"
+MIDDLE, MINIMUM = "middle", "minimum"
 
 
 class FactorArray(NamedTuple):
@@ -34,14 +34,10 @@ class Encoding:
     bits: int  # of one code
     group: int = 0  # weights that share one scale; 0: there are no scales
     scale_bytes: int = 0
-    numbers: str = ""  # of an affine encoding, the type of scales and minima: "float16" or "bfloat16"
+    is_affine: bool = False  # scales and minima are float16
     offset: str = MIDDLE
     part: int = 0  # weights that share whole numbers; 0: there are none
     levels: bool = False  # codes are looked up in `encodings.rows.LEVELS`
-
-    @property
-    def is_affine(self) -> bool:
-        return bool(self.numbers)
 
     @property
     def middle(self) -> int:
@@ -61,8 +57,6 @@ class Encoding:
         arrays = [FactorArray("scale", self.group, self.scale_bytes)]
         if self.offset == MINIMUM:
             arrays.append(FactorArray("minimum", self.group, self.scale_bytes))
-        if self.offset == ZERO:
-            arrays.append(FactorArray("zero", self.group, 1))
         if self.part:
             names = ("scale", "minimum") if self.offset == MINIMUM else ("scale",)
             arrays += [
@@ -98,15 +92,21 @@ INT8 = Encoding("int8", 8, 32, 2)  # whole numbers, times a bfloat16: -127 to 12
 INT4 = Encoding("int4", 4, 32, 2)  # whole numbers from -8 to 7, times a bfloat16
 MXFP4 = Encoding("mxfp4", 4, 32, 1)  # E2M1, times a power of two (E8M0) [OCP-MX]
 FP8 = Encoding("fp8", 8, 128, 4)  # E4M3, times a float32
-Q4_K = Encoding("q4_k", 4, 256, 2, "float16", MINIMUM, 32)
-Q5_K = Encoding("q5_k", 5, 256, 2, "float16", MINIMUM, 32)
-Q6_K = Encoding("q6_k", 6, 256, 2, "float16", MIDDLE, 16)
-Q8_0 = Encoding("q8_0", 8, 32, 2, "float16")
-Q5_0 = Encoding("q5_0", 5, 32, 2, "float16")
-Q5_1 = Encoding("q5_1", 5, 32, 2, "float16", MINIMUM)
-Q4_0 = Encoding("q4_0", 4, 32, 2, "float16")
-Q4_1 = Encoding("q4_1", 4, 32, 2, "float16", MINIMUM)
-IQ4_NL = Encoding("iq4_nl", 4, 32, 2, "float16", levels=True)
+
+
+def _affine(name: str, bits: int, group: int, offset: str = MIDDLE, part: int = 0, levels: bool = False) -> Encoding:
+    return Encoding(name, bits, group, 2, True, offset, part, levels)
+
+
+Q4_K = _affine("q4_k", 4, 256, MINIMUM, 32)
+Q5_K = _affine("q5_k", 5, 256, MINIMUM, 32)
+Q6_K = _affine("q6_k", 6, 256, MIDDLE, 16)
+Q8_0 = _affine("q8_0", 8, 32)
+Q5_0 = _affine("q5_0", 5, 32)
+Q5_1 = _affine("q5_1", 5, 32, MINIMUM)
+Q4_0 = _affine("q4_0", 4, 32)
+Q4_1 = _affine("q4_1", 4, 32, MINIMUM)
+IQ4_NL = _affine("iq4_nl", 4, 32, levels=True)
 AFFINE = (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, IQ4_NL)
 PAIR = "+"  # between the names of the encodings of gate and up, and of down, where they differ
 ENCODINGS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4, MXFP4, FP8, *AFFINE)}

@@ -80,7 +80,7 @@ def _whole_rows(codes: np.ndarray, encoding: Encoding) -> np.ndarray:
     columns = codes.shape[1]
     if not encoding.is_affine:
         return place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
-    one, random = bits_of_numbers(np.ones(1, np.float32), encoding)[0], np.random.default_rng(columns)
+    one, random = bits_of_numbers(np.ones(1, np.float32))[0], np.random.default_rng(columns)
     factors = {
         array.name: np.full((ROWS, array.count(columns)), one)
         if array.bytes == 2

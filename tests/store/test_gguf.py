@@ -102,7 +102,7 @@ PLAIN = {"F32": "float32", "F16": "bfloat16", "BF16": "bfloat16"}
 
 @pytest.mark.parametrize("kind", QUANTIZABLE)
 def test_types_of_experts(kind: str, made: dict[str, Path], tmp_path: Path) -> None:
-    """Stored values are the type's; those of F16 are rounded to bfloat16."""
+    """Stored values are the type's; values of F16 are rounded to bfloat16."""
     checkpoint = checkpoint_of(made, "mixtral")
     path = write_gguf("mixtral", checkpoint, tmp_path / "m.gguf", kind)
     manifest = pack(path, tmp_path / "store")

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from edgemoe.encodings.rows import LEVELS
-from edgemoe.types.encoding import MIDDLE, MINIMUM, ZERO, Encoding
+from edgemoe.types.encoding import MINIMUM, Encoding
 
 jit: Callable[[Any], Any] = triton.jit
-OFFSETS = (MIDDLE, ZERO, MINIMUM)
 UNEVEN: Any = tl.constexpr(tuple(float(level) for level in LEVELS))
 
 
@@ -25,10 +24,9 @@ def affine_kind(encoding: Encoding) -> int:
     """Returns the kind of an affine encoding: -1 less its fields, see `code_bits` and `lane_factors`."""
     fields = (
         (encoding.bits - 4 if encoding.bits < 8 else 3, 4),
-        (OFFSETS.index(encoding.offset), 4),
+        (int(encoding.offset == MINIMUM), 4),
         (encoding.group.bit_length() - 6, 4),
         ((0, 32, 16).index(encoding.part), 4),
-        (int(encoding.numbers == "float16"), 2),
         (int(encoding.levels), 2),
     )
     kind, unit = -1, 1
@@ -96,7 +94,7 @@ def affine_number(word, above, which, J: tl.constexpr, KIND: tl.constexpr):  # t
 def affine_value(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns codes as numbers, float32."""
     value = code.to(tl.float32)
-    if (-1 - KIND) // 512 == 1:
+    if (-1 - KIND) // 256 == 1:
         for level in tl.static_range(16):
             value = tl.where(code == level, UNEVEN[level], value)
     return value
@@ -113,12 +111,9 @@ def bytes_at(places, wanted):  # type: ignore[no-untyped-def]
 
 
 @jit
-def wide_numbers(rows, at, wanted, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the 16-bit numbers at bytes `at` of rows, float32."""
-    if (-1 - KIND) // 256 % 2 == 1:
-        return bytes_at((rows + at).to(tl.pointer_type(tl.float16)), wanted).to(tl.float32)
-    bits = bytes_at((rows + at).to(tl.pointer_type(tl.uint16)), wanted).to(tl.int32) << 16
-    return bits.to(tl.float32, bitcast=True)
+def wide_numbers(rows, at, wanted):  # type: ignore[no-untyped-def]
+    """Returns the float16 numbers at bytes `at` of rows, float32."""
+    return bytes_at((rows + at).to(tl.pointer_type(tl.float16)), wanted).to(tl.float32)
 
 
 @jit
@@ -133,19 +128,17 @@ def lane_factors(rows, lane, half, wanted, n: tl.constexpr, KIND: tl.constexpr):
     groups: tl.constexpr = (n + group - 1) // group
     lanes: tl.constexpr = n // 32
     begin: tl.constexpr = n // 8 * bits
-    numbers: tl.constexpr = 2 if offset == 2 else 1
+    numbers: tl.constexpr = 1 + offset
     which = lane // (group // 32)
-    scale = wide_numbers(rows, begin + 2 * which, wanted, KIND)
-    if offset == 2:
-        minimum = wide_numbers(rows, begin + 2 * groups + 2 * which, wanted, KIND)
+    scale = wide_numbers(rows, begin + 2 * which, wanted)
     if offset == 1:
-        minimum = -scale * bytes_at(rows + begin + 2 * groups + which, wanted).to(tl.float32)
+        minimum = wide_numbers(rows, begin + 2 * groups + 2 * which, wanted)
     if part > 0:
         at = rows + begin + 2 * numbers * groups + half * lanes + lane
         scale *= bytes_at(at.to(tl.pointer_type(tl.int8)), wanted).to(tl.float32)
-        if offset == 2:
+        if offset == 1:
             below = at + part * lanes
             minimum *= bytes_at(below.to(tl.pointer_type(tl.int8)), wanted).to(tl.float32)
     if offset == 0:
-        minimum = scale * (0.0 if fields // 512 == 1 else -(1 << (bits - 1)))
+        minimum = scale * (0.0 if fields // 256 == 1 else -(1 << (bits - 1)))
     return scale, minimum

@@ -1,6 +1,6 @@
 """Writes the LLVM code that reads the factors and codes of affine rows, for each set of instructions.
 
-A lane's factors are a scale and, beside it, nothing (the middle of the codes is known), a zero point or a minimum.
+A lane's factors are a scale and, beside it, nothing (the middle of the codes is known) or a minimum.
 Lanes of two parts have two of each.
 """
 
@@ -20,16 +20,16 @@ from edgemoe.kernels.cpu.encoded.instructions import (
     CodeVectors,
     has_signed_bytes,
 )
-from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, ZERO, Encoding, FactorArray
+from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, Encoding, FactorArray
 
 ABOVE = 128  # added to signed bytes where an instruction wants them unsigned
 
 
 class LaneFactors(NamedTuple):
-    """The factors of a vector of lanes: float32, but for zero points, which are whole numbers."""
+    """The factors of a vector of lanes, float32."""
 
     scale: Any
-    beside: Any = None  # a minimum or a zero point
+    minimum: Any = None
 
 
 class AffineVectors:
@@ -50,13 +50,10 @@ class AffineVectors:
 
     def factors(self, row: Any, run: Any, first: int, left: Any) -> list[LaneFactors]:
         """Returns the factors of each part of the lanes from `first` of a run on; `left` lanes are there."""
-        encoding, v, b = self.encoding, self.v, self.b
+        encoding = self.encoding
         scales = self._scaled("scale", row, run, first, left)
         if encoding.offset == MINIMUM:
             return list(map(LaneFactors, scales, self._scaled("minimum", row, run, first, left)))
-        if encoding.offset == ZERO:
-            bytes_ = b.zext(self._load("zero", row, run, first, left), v.words)
-            return [LaneFactors(scale, bytes_) for scale in scales]
         return list(map(LaneFactors, scales))
 
     def _scaled(self, name: str, row: Any, run: Any, first: int, left: Any) -> list[Any]:
@@ -95,8 +92,6 @@ class AffineVectors:
     def _floats(self, bits: Any) -> Any:
         """Returns 16-bit numbers as float32."""
         v, b = self.v, self.b
-        if self.encoding.numbers == "bfloat16":
-            return b.bitcast(b.shl(b.zext(bits, v.words), v.splat(v.words, 16)), v.floats)
         return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), v.lanes)), v.floats)
 
     def quads(self, codes: Any, lanes: Any, mask: Any) -> Iterator[Any]:
@@ -162,19 +157,7 @@ class AffineVectors:
     def _minimum(self, factors: LaneFactors) -> Any:
         v, b = self.v, self.b
         if self.encoding.offset == MINIMUM:
-            return factors.beside
-        if self.encoding.offset == ZERO:
-            return b.fneg(b.fmul(factors.scale, b.sitofp(factors.beside, v.floats)))
+            return factors.minimum
         if self.encoding.levels:
             return None
         return b.fmul(factors.scale, v.splat(v.floats, float(-self.encoding.middle)))
-
-    def shifted(self, total: Any, sums: Any, factors: LaneFactors) -> Any:
-        """Takes the products of zero points off products in whole numbers; `sums` are of the activations."""
-        v, b = self.v, self.b
-        if self.encoding.offset == MINIMUM:
-            return b.add(total, b.shl(sums, v.splat(v.words, 7))) if self.is_signed else total
-        if self.encoding.offset == ZERO:
-            zero = b.sub(factors.beside, v.splat(v.words, ABOVE)) if self.is_signed else factors.beside
-            return b.sub(total, b.mul(zero, sums))
-        return total
