@@ -173,7 +173,7 @@ async def test_no_model_with_a_running_request_is_unloaded_for_another(tmp_path:
         running = await hold(client, "a")
         await until(lambda: len(host(front, "a").supervisor.requests))
         waiting = asyncio.ensure_future(ask(client, "b"))
-        await until(lambda: "memory that 'a' use" in str(host(front, "b").supervisor.describe_loading()))
+        await until(lambda: "memory in use by 'a'" in str(host(front, "b").supervisor.describe_loading()))
         assert states(front)["a"] == "ready"
         await end(running)
         assert (await waiting).status_code == 200

@@ -137,7 +137,7 @@ def test_experts_of_several_types_are_read_tensor_by_tensor(source: Path, tmp_pa
 
     meant = quantise(source, mixed, about, lambda name: is_expert(name) and ".layers.0." not in name)
     manifest = pack(source, tmp_path / "kept")
-    assert [layer.encoding or manifest.dtype for layer in manifest.layers] == ["float32", "int8", "int8"]
+    assert [layer.encoding or manifest.dtype for layer in manifest.layers] == ["float32", "int4+int8", "int4+int8"]
     pack(source, tmp_path / "int4", wanted=WantedEncodings.parse("int4", "keep"))
     assert {layer.encoding for layer in Manifest.load(tmp_path / "int4").layers} == {"int4"}
     found, wanted = expert_of(tmp_path / "kept", 0, 1)[1], meant_expert(meant, 0, 1)[1]

@@ -17,4 +17,5 @@ def test_no_body_ends_a_daemon_or_is_answered_otherwise_than_documented() -> Non
     assert not seen["complaints"], seen["complaints"]
     assert (seen["alive"], seen["answered_after"]) == (True, True)
     answered = {path_status.split()[0] for path_status in seen["statuses"] if path_status.endswith(" 200")}
-    assert len(answered) == len(WHATS), seen["statuses"]
+    assert "/infill" not in answered  # the demo's tokenizer has no marks for it
+    assert len(answered) == len(WHATS) - 1, seen["statuses"]
