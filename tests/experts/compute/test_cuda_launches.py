@@ -132,8 +132,11 @@ class Desk:
 def test_in_any_order_of_streams_a_launch_reads_its_own_experts(
     seed: int, geometry: ExpertGeometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, from_both = Desk(geometry, seed, monkeypatch), 0
-    for _ in range(60):
+    desk, from_both, launches = Desk(geometry, seed, monkeypatch), 0, 0
+    while launches < 60 or (from_both <= 30 and launches < 6000):  # the link's thread may be late on a busy machine
+        if launches >= 60:
+            desk.gpu.let_others_go_on()
+        launches += 1
         for _ in range(desk.rng.integers(3)):
             desk.copy()
         desk.gpu.run(int(desk.rng.integers(12)))
