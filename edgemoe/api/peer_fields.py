@@ -146,9 +146,13 @@ MAX_BIASES = 4096
 @cache
 def _whole_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the fields of a kind of body that hold whole numbers, or lists of them."""
+    return _fields_of(kind, _is_whole)
+
+
+def _fields_of(kind: type[msgspec.Struct], is_wanted: Callable[[inspect.Type], bool]) -> frozenset[str]:
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)
-    return frozenset(field.name for field in described.fields if _is_whole(field.type))
+    return frozenset(field.name for field in described.fields if is_wanted(field.type))
 
 
 def _is_whole(described: inspect.Type) -> bool:
@@ -177,9 +181,7 @@ def _without_floats(value: Any) -> Any:
 @cache
 def scalar_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the fields of a kind of body that hold one number, or true or false."""
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType)
-    return frozenset(field.name for field in described.fields if _is_scalar(field.type))
+    return _fields_of(kind, _is_scalar)
 
 
 def _is_scalar(described: inspect.Type) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgemoe.kernels.gpu.affine_weights import affine_number, code_words, lane_factors, word_in_lane, words_above
+from edgemoe.kernels.gpu.affine_weights import affine_number, code_words, word_in_lane, words_above
 from edgemoe.kernels.gpu.expert_blocks import DOWN_CONSTANTS, OPTIONS, activated
-from edgemoe.kernels.gpu.experts_decode import COMPILED, lane_among, number
+from edgemoe.kernels.gpu.experts_decode import COMPILED, number, word_factors
 from edgemoe.kernels.gpu.weights import jit
 from edgemoe.types.experts import ExpertGeometry
 
@@ -247,18 +247,12 @@ def affine_scaled(word, above, which, scale, minimum, J: tl.constexpr, KIND: tl.
 def affine_tile(rows, at, live, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the weights [c, numbers] in words `at` [w] of affine rows [c], float32, in the order of `column_of`."""
     each: tl.constexpr = 4 if (-1 - KIND) % 4 == 3 else 8
-    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
     word = words_of(rows, code_words(at, KIND), live, LINE)
     above = word
     if (-1 - KIND) % 4 == 1 or (-1 - KIND) % 4 == 2:
         above = words_of(rows, words_above(at, n, KIND), live, LINE)
     which = word_in_lane(at, n, KIND)
-    half = which * each // 16 if split else which * 0
-    lane = lane_among(at, 512 // each, n)
-    if live is None:
-        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], None, n, KIND)
-    else:
-        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], live[None, :], n, KIND)
+    scale, minimum = word_factors(rows, at, live, n, KIND)
     w = which[None, :]
     a, b = (
         affine_scaled(word, above, w, scale, minimum, 0, KIND),

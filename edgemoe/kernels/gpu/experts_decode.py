@@ -145,13 +145,27 @@ def words_of(  # type: ignore[no-untyped-def]
 
 
 @jit
+def word_factors(rows, at, live, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns scale and minimum [r, w] of words `at` [w] of affine rows [r], float32."""
+    each: tl.constexpr = 4 if (-1 - KIND) % 4 == 3 else 8
+    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
+    which = word_in_lane(at, n, KIND)
+    half = which * each // 16 if split else which * 0
+    lane = lane_among(at, 512 // each, n)
+    if live is None:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], None, n, KIND)
+    else:
+        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], live[None, :], n, KIND)
+    return scale, minimum
+
+
+@jit
 def affine_products(  # type: ignore[no-untyped-def]
     rows, word, x, at, live, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     KW: tl.constexpr,
 ):  # fmt: skip
     """Returns the same as `products`, of words `at` of affine rows."""
     each: tl.constexpr = 4 if (-1 - KIND) % 4 == 3 else 8
-    split: tl.constexpr = (-1 - KIND) // 64 % 4 == 2
     count: tl.constexpr = n // each
     which = word_in_lane(at, n, KIND)
     above = word
@@ -166,33 +180,20 @@ def affine_products(  # type: ignore[no-untyped-def]
             xj = tl.load(x + j * count + at, mask=live, other=0.0)
         total += affine_number(word, above, which[None, :], j, KIND) * xj[None, :]
         sums += xj
-    half = which * each // 16 if split else which * 0
-    lane = lane_among(at, 512 // each, n)
-    if live is None:
-        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], None, n, KIND)
-    else:
-        scale, minimum = lane_factors(rows[:, None], lane[None, :], half[None, :], live[None, :], n, KIND)
+    scale, minimum = word_factors(rows, at, live, n, KIND)
     return total * scale + sums[None, :] * minimum
 
 
 @jit
 def products(  # type: ignore[no-untyped-def]
-    rows, word, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
-    KW: tl.constexpr,
+    rows, word, x, start, n: tl.constexpr, LINE: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes."""
-    each: tl.constexpr = (
-        (4 if (-1 - KIND) % 4 == 3 else 8)
-        if KIND < 0
-        else 8
-        if KIND == 1 or KIND == 2
-        else 4
-        if KIND == 0 or KIND == 3
-        else 1
-        if KIND == 4
-        else 2
-    )
-    count: tl.constexpr = n // each
+    """Returns sums [r, KW] of the products of words start: of rows [r] with activations x, in planes.
+
+    A word has EACH numbers.
+    """
+    count: tl.constexpr = n // EACH
     at = start + tl.arange(0, KW)
     if count % KW == 0:
         live = None
@@ -202,7 +203,7 @@ def products(  # type: ignore[no-untyped-def]
         return affine_products(rows, word, x, at, live, n, LINE, KIND, ROWS, KW)
     total = tl.zeros((ROWS, KW), tl.float32)
     excess = tl.zeros((KW,), tl.float32)
-    for j in tl.static_range(each):
+    for j in tl.static_range(EACH):
         if count % KW == 0:
             xj = tl.load(x + j * count + at)
         else:
@@ -218,7 +219,7 @@ def products(  # type: ignore[no-untyped-def]
         total -= 24.0 * excess[None, :]
     if KIND < 3:
         by_four = at // 4 * 4 + at % 4  # so that a thread reads the scales of its own four words
-        total *= scale_of(rows, lane_among(by_four, 512 // each, n), live, n, KIND)
+        total *= scale_of(rows, lane_among(by_four, 512 // EACH, n), live, n, KIND)
     if KIND == 3 and n % 128 == 0:
         total *= scale_of(rows, lane_among(4 * at, 512, n), live, n, KIND)
     return total
@@ -240,29 +241,20 @@ def row_sums(  # type: ignore[no-untyped-def]
 
     Awaits the activations once its first weights are under way.
     """
-    each: tl.constexpr = (
-        (4 if (-1 - KIND) % 4 == 3 else 8)
-        if KIND < 0
-        else 8
-        if KIND == 1 or KIND == 2
-        else 4
-        if KIND == 0 or KIND == 3
-        else 1
-        if KIND == 4
-        else 2
-    )
+    wide: tl.constexpr = KIND == 0 or KIND == 3 or (KIND < 0 and (-1 - KIND) % 4 == 3)  # codes are whole bytes
+    each: tl.constexpr = (1 if KIND == 4 else 2) if KIND >= 4 else 4 if wide else 8
     words: tl.constexpr = n // each
     first = words_of(rows, 0, words, LINE, KIND, KW)
     await_inputs(EARLY)
-    total = products(rows, first, x, 0, n, LINE, KIND, ROWS, KW)
+    total = products(rows, first, x, 0, n, LINE, KIND, each, ROWS, KW)
     if LOOPS:
         for start in range(KW, words, KW):
             word = words_of(rows, start, words, LINE, KIND, KW)
-            total += products(rows, word, x, start, n, LINE, KIND, ROWS, KW)
+            total += products(rows, word, x, start, n, LINE, KIND, each, ROWS, KW)
     else:
         for step in tl.static_range(1, (words + KW - 1) // KW):
             word = words_of(rows, step * KW, words, LINE, KIND, KW)
-            total += products(rows, word, x, step * KW, n, LINE, KIND, ROWS, KW)
+            total += products(rows, word, x, step * KW, n, LINE, KIND, each, ROWS, KW)
     return tl.sum(total, 1)
 
 
