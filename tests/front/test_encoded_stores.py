@@ -8,10 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from support.dequantised import dequantised, in_float32
 from support.front_kit import openai_client, running, settings_for
+from support.greedy_texts import greedy_texts
 from support.waiting import until
 from tokenizers import Tokenizer
 
@@ -32,18 +31,6 @@ BEGUN = 12  # tokens of all texts together, after which the engine is killed
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return in_float32(model_path(), tmp_path_factory.mktemp("plain") / "hf")
-
-
-def greedy(checkpoint: Path) -> list[str]:
-    """Generates transformers' greedy answers."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    texts = []
-    for prompt in PROMPTS:
-        ids = tokenizer.encode(prompt).ids
-        found = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(found[0, len(ids) :].tolist()))
-    return texts
 
 
 async def served(front: Front) -> list[str]:
@@ -69,7 +56,8 @@ async def served(front: Front) -> list[str]:
 async def test_the_daemon_generates_the_dequantised_weights_text(
     plain: Path, tmp_path: Path, experts: str, share: float
 ) -> None:
-    expected = greedy(dequantised(plain, tmp_path / "oracle", experts, "int8"))
+    tokenizer = Tokenizer.from_file(str(plain / "tokenizer.json"))
+    expected = greedy_texts(dequantised(plain, tmp_path / "oracle", experts, "int8"), tokenizer, PROMPTS, TOKENS)
     store = tmp_path / "store"
     pack(plain, store, wanted=WantedEncodings.parse(experts, "int8"))
     geometry = spec_of(Manifest.load(store)).geometry

@@ -8,11 +8,11 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-import transformers
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from support.front_kit import TEMPLATE, byte_level_tokenizer, openai_client, running, settings_for, write_model
 from support.gguf_files import gguf_checkpoint, write_gguf
+from support.greedy_texts import greedy_texts
 from tokenizers import Tokenizer
 
 from edgemoe.cli import main
@@ -53,17 +53,6 @@ def decoded(path: Path, checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def greedy(checkpoint: Path, tokenizer: Tokenizer) -> list[str]:
-    """Generates transformers' greedy answers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    texts = []
-    for prompt in PROMPTS:
-        ids = tokenizer.encode(prompt).ids
-        found = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(found[0, len(ids) :].tolist()))
-    return texts
-
-
 async def test_the_daemon_generates_the_text_of_a_gguf_s_own_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +65,7 @@ async def test_the_daemon_generates_the_text_of_a_gguf_s_own_weights(
     store = tmp_path / "store"
     assert main(["pack", str(path), str(store), "--dense", "f32"]) == 0
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
-    expected = greedy(decoded(path, checkpoint, tmp_path / "oracle"), tokenizer)
+    expected = greedy_texts(decoded(path, checkpoint, tmp_path / "oracle"), tokenizer, PROMPTS, TOKENS)
     assert "re-encoded" not in capsys.readouterr().err
     manifest = Manifest.load(store)
     assert [layer.encoding for layer in manifest.layers] == ["q4_k+q6_k", "q4_k", "q4_k+q6_k"]

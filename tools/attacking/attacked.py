@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from edgemoe.api.api_keys import new_key
-from tools.fuzzing.target import KEPT, free_ports, rss_mb
+from tools.fuzzing.target import KEPT, end, free_ports, rss_mb
 from tools.testbed.float32_model import float32_demo
 
 READY_S, ASK_S = 600.0, 120.0  # kernels are compiled at the first start
@@ -139,12 +139,7 @@ def attacked_daemon(sets: tuple[str, ...] = (), width: int = 0) -> Iterator[Atta
             yield attacked
         finally:
             attacked.close()
-            child.terminate()
-            try:
-                child.wait(30)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait(10)
+            end(child)
 
 
 def _wait_ready(attacked: Attacked, child: subprocess.Popen[bytes], log: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tools.fuzzing.target import end
+
 READY_S, ASK_S, HEALTHY_S = 170.0, 90.0, 20.0
 TEXTS = ("a" * 40, "a" * 20_000, "ab" * 1000, "é" * 500)
 
@@ -67,11 +69,7 @@ def main() -> int:
             slowest_s = max(slowest_s, time.monotonic() - began_s)
             asking.join(0.1)
     finally:
-        daemon.terminate()
-        try:
-            daemon.wait(30)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
+        end(daemon)
     print(f"served; /health took {slowest_s:.1f} s at most; {'; '.join(told) or 'well'}")
     return int(bool(told) or slowest_s > HEALTHY_S)
 

@@ -107,13 +107,18 @@ def target(route: str = "pull") -> Iterator[tuple[Target, subprocess.Popen[bytes
             made.wait_ready(child)
             yield made, child
         finally:
-            child.terminate()
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait(10)
+            end(child)
             made.http.close()
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Stops a daemon, by force if it does not end by itself."""
+    child.terminate()
+    try:
+        child.wait(30)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(10)
 
 
 def rss_mb(pids: tuple[int, ...]) -> float:
