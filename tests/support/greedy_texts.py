@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 
 def greedy_texts(checkpoint: Path, tokenizer: Tokenizer, prompts: Sequence[str], tokens: int) -> list[str]:
-    """Returns transformers' greedy text of so many tokens after each prompt, in float32."""
+    """Returns transformers' greedy text of `tokens` tokens after each prompt, in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     texts = []
     for prompt in prompts:

@@ -175,6 +175,7 @@ class ControlState:
         if memory.roster.roster is not None:
             rules.follow(memory.roster.roster)
         self.leader_tracker = LeaderTracker(fence, rules)
+        self._followed = ""  # the leader by whose word boxes were last cut off
         self._distrusted, self._own_key = memory.distrusted, memory.own_key
         self.announcement = msgspec.structs.replace(
             announcement, agreement=rules.words, accuses=memory.distrusted.found, roster=memory.roster.roster
@@ -227,6 +228,9 @@ class ControlState:
                 self._announce_cuts()
             case _:
                 log.debug("event of a box that is no longer listed", extra={"node": event.node})
+        if self.leader_tracker.leader != self._followed:  # its cuts may have been announced before it led here
+            self._followed = self.leader_tracker.leader
+            self._reject_distrusted()
         return self._take_instructions()
 
     @property
