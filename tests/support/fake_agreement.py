@@ -100,6 +100,9 @@ class FakeMember:
         """Takes a voter out of the agreement."""
         self.agreement.voters.discard(node)
 
+    def forget(self) -> None:
+        """Does nothing: this member keeps no token."""
+
     def _leave(self) -> None:
         if self.agreement.running.get(self.node) is self:
             del self.agreement.running[self.node]

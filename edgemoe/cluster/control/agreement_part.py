@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 from edgemoe.cluster.control.control_state import ControlState
@@ -12,6 +13,8 @@ from edgemoe.cluster.control.etcd_member import EtcdMember
 from edgemoe.cluster.control.leader import LeaderTasks
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
+
+log = logging.getLogger(__name__)
 
 
 class AgreementPart:
@@ -70,7 +73,10 @@ class AgreementPart:
                     task.cancel()
             await self.close()
             if self.member is not None and (self._is_anew or self._wanted() != "member"):
-                self.member.forget()
+                try:
+                    self.member.forget()
+                except OSError as error:  # the members that the voters agreed on keep it out all the same
+                    log.error("this box's membership of etcd stays on disk", extra={"why": str(error)})
             self._changed.clear()
             self._is_anew = False
             self._state.leader_tracker.unfollow(self._state.node)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import msgspec
 import pytest
 from support.boxes import secret
+from support.fake_agreement import FakeMember
 from support.planes import ABC, Front, fronts, led
 from support.waiting import until
 
@@ -121,7 +124,12 @@ async def test_a_box_that_is_cut_off_is_refused_everything_but_its_presence(four
     assert finder.plane.state.members.is_alive(accused.node)
 
 
-async def test_a_box_that_is_cut_off_loses_its_vote_where_members_are_agreed(four: dict[str, Front]) -> None:
+@pytest.mark.parametrize("disk", ["works", "is full"])
+async def test_a_box_that_is_cut_off_loses_its_vote_where_members_are_agreed(
+    four: dict[str, Front], disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if disk == "is full":
+        monkeypatch.setattr(FakeMember, "forget", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
     leader, *others = await roles(four)
     await leader.plane.changes.command(MemberChange("begin"))
     await until(lambda: all(front.plane.state.roster is not None for front in four.values()))
@@ -129,6 +137,7 @@ async def test_a_box_that_is_cut_off_loses_its_vote_where_members_are_agreed(fou
     leader.plane.distrust(accused.node, "sums differ")
     await until(lambda: all(accused.node not in front.plane.state.voters for front in four.values()))
     assert len(leader.plane.state.voters) == 2
+    await until(lambda: accused.plane.etcd is None)
     assert accused.plane.leading == 0
     with pytest.raises(PeerRefused, match="another key"):
         await accused.plane.channel.ask(leader.node, MemberChange("vote", accused.node), timeout_s=10.0)

@@ -52,7 +52,7 @@ from edgemoe.cluster.control.membership import (
     ClusterMembers,
     MembershipTrigger,
 )
-from edgemoe.cluster.control.messages import Announce, BoxReport, Heartbeat, Welcome
+from edgemoe.cluster.control.messages import Accusation, Announce, BoxReport, Heartbeat, Welcome
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.roster import KeptRoster
@@ -643,3 +643,16 @@ def test_a_box_that_is_listed_with_another_key_has_vouched_for_nobody(tmp_path: 
 def test_boxes_learnt_from_others_that_cannot_be_read_are_none(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "boxes").write_bytes(data)
     assert KeptWords(tmp_path / "boxes").words == {}
+
+
+@pytest.mark.parametrize("order", ["leader first", "cuts first"])
+def test_a_leader_s_cuts_count_whether_it_or_they_are_known_first(tmp_path: Path, order: str) -> None:
+    own, fence = Announce("1", "box", "127.0.0.1:1"), EpochFence(tmp_path / "epoch")
+    state = ControlState(SETTINGS, VOTERS, own, PlanStore(tmp_path / "plan"), fence, Clock())
+    state.start()
+    announced = Announce("1", "box", "", agreement=WORDS)
+    cuts = msgspec.structs.replace(announced, cuts=(Accusation("c", KEYS["c"], "sums differ"),))
+    leads = Heartbeat(leading=3, seen=3)
+    for message in (announced, leads, cuts) if order == "leader first" else (cuts, leads):
+        state.handle(MessageReceived("b", "x", message))
+    assert "said by the leader, b" in state.members["c"].refusal
