@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
+from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel
@@ -149,14 +150,26 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
 def _kernels(
     settings: Settings, budgets: Budgets, geometry: ExpertGeometry, device: torch.device, report: ReportPhase
 ) -> Kernels | None:
-    """Links the tiers' code, and the kernels if the CPU computes. Compiles missing code in two processes."""
-    directory, tiers, kernels = kernel_dir(settings), compiled_parts.TIERS, None
+    """Links the tiers' code, and the kernels if the CPU computes."""
+    if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
+        return link_kernels(settings, budgets.threads, geometry.bf16, report)
+    report("kernels")
+    link(compiled_parts.TIERS.codes, kernel_dir(settings), progress=_compiling(report, "kernels"))
+    return None
+
+
+def link_kernels(
+    settings: Settings, threads: int, bf16: bool, report: ReportPhase, encodings: Iterable[Encoding] = ()
+) -> Kernels:
+    """Links the kernels, the code of rows of `encodings`, and the tiers' code. Compiles in two processes."""
+    directory, progress, tiers = kernel_dir(settings), _compiling(report, "kernels"), compiled_parts.TIERS
+    in_bytes = settings.engine.prompt_activations == "int8"
     report("kernels")
     with closing(CompileProcess(tiers, f"{compiled_parts.__name__}:TIERS", directory)):
-        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
-            in_bytes = settings.engine.prompt_activations == "int8"
-            kernels = Kernels(budgets.threads, geometry.bf16, directory, _compiling(report, "kernels"), in_bytes)
-        link(tiers.codes, directory, progress=_compiling(report, "kernels"))
+        kernels = Kernels(threads, bf16, directory, progress, in_bytes)
+        for encoding in encodings:
+            kernels.row_code(encoding)
+        link(tiers.codes, directory, progress=progress)
     return kernels
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import math
@@ -154,6 +155,25 @@ def test_an_expert_larger_than_the_probe_takes_longer_in_proportion(
     assert disk.disk_rate(tmp_path) == pytest.approx(1e9)
 
 
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_slow_disk_is_asked_for_600_mib_at_most(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, clock_s = list[int](), [0.0]
+
+    def slow(file: object, room: memoryview, place: int) -> None:
+        read.append(len(room))
+        clock_s[0] += len(room) / 50e6
+
+    monkeypatch.setattr(disk, "probe_file", lambda _: contextlib.nullcontext("/dev/null"))
+    monkeypatch.setattr(disk, "_expert", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s[0])
+    variants = find_model(str(CONFIGURATIONS[name]), tmp_path).variants()
+    sizes = [each.spec.geometry.largest_bytes for each in variants]
+    assert all(len(each) == len(speed.READ_AT_ONCE) for each in disk.read_times(tmp_path, sizes, speed.READ_AT_ONCE))
+    assert 0 < sum(read) <= 600 << 20
+
+
 @pytest.mark.parametrize("why", [errno.EACCES, errno.EROFS])
 def test_a_disk_that_may_not_be_written_to_is_not_measured(
     why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,7 +203,9 @@ def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_alloc
     (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     machine = Machine(16 << 30, rates.SPARE_BYTES + 1024, 2, None)
     monkeypatch.setattr(probes, "probe_machine", lambda: machine)
-    (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)  # touches no kernel
+    (times,) = rates.measure_layers(
+        [variant], cast(Kernels, None), 1, 32, lambda _: None, math.inf
+    )  # touches no kernel
     assert re.fullmatch("measuring takes .* of memory, and 1.* can be spared", times.why)
     planner = Planner(
         PlanOptions(64, 1, 32, 1, "usual"), Settings(), replace(machine, ram_available_bytes=8 << 30), RATES
@@ -207,13 +229,35 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan_command, "measure_layers", one_second)
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
-    monkeypatch.setattr(plan_command, "Kernels", lambda *_, **__: SimpleNamespace(row_code=lambda _: None))
-    monkeypatch.setattr(plan_command, "link", lambda *_: None)
+    monkeypatch.setattr(plan_command, "link_kernels", lambda *_: None)
     question = PlanOptions(16, 1, 32, 1, "usual")
-    planner, measured = plan_command._measure(subject, question, settings, PhaseReport())
+    planner, measured = plan_command._measure(subject, question, settings, PhaseReport(), math.inf)
     forecasts = [planner.forecast(*each) for each in measured]
     assert timed == [each.encoding for each in forecasts if not each.why] == [smallest.label]
     assert all("dense weights" in each.why for each in forecasts[:-1])
+
+
+def test_compiling_counts_towards_the_deadline_and_only_fitting_models_are_compiled_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, compiled = SlowMachine(monkeypatch), list[float]()
+
+    def compile_slowly(*_: object) -> None:
+        machine.spend(50.0)
+        compiled.append(machine.now_s)
+
+    monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
+    monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
+    monkeypatch.setattr(plan_command, "link_kernels", compile_slowly)
+    subject = find_model(str(MODEL / "config.json"), tmp_path)
+    question, settings = PlanOptions(16, 1, 32, 1, "usual"), Settings()
+    _, measured = plan_command._measure(subject, question, settings, PhaseReport(), rates.DEADLINE_S)
+    assert {times.why for _, times in measured} == {rates.LATE}
+    assert compiled == [50.0]
+    monkeypatch.setattr(probes, "probe_machine", lambda **_: Machine(16 << 30, 1 << 20, 2, None))
+    _, measured = plan_command._measure(subject, question, settings, PhaseReport(), math.inf)
+    assert {times.why for _, times in measured} == {"it does not fit"}
+    assert len(compiled) == 1
 
 
 class SlowMachine:
@@ -252,12 +296,12 @@ def test_nothing_is_begun_after_the_deadline(token_s: float, monkeypatch: pytest
     machine, said = SlowMachine(monkeypatch), list[str]()
     machine.token_s = token_s
     variants = list(find_model(str(MODEL / "config.json"), tmp_path).variants())
-    found = rates.measure_layers(variants, cast(Kernels, None), 2, 256, said.append)
+    found = rates.measure_layers(variants, cast(Kernels, None), 2, 256, said.append, rates.DEADLINE_S)
     longest_s = max(15.0, (rates.LEAST_PROMPT + 2) * token_s)
     assert machine.now_s <= rates.DEADLINE_S + longest_s
     late = [times.why for times in found if not times.prompt_s]
     assert late
-    assert all(why.startswith("35 s had passed") for why in late)
+    assert all(why == rates.LATE for why in late)
     assert said[0].startswith("measuring bfloat16, 1 of 4")
 
 
@@ -301,14 +345,13 @@ def test_a_model_that_was_measured_leaves_no_memory_and_no_thread(
         return made
 
     monkeypatch.setattr(rates, "resident_tiers", noted)
-    monkeypatch.setattr(rates, "DEADLINE_S", math.inf)
     monkeypatch.setattr(rates, "FILL_S", 200.0)  # the tiers' code may be compiled meanwhile
     monkeypatch.setattr(rates, "random_decoder", lambda *_: None)
     monkeypatch.setattr(rates, "_time_s", lambda *_: 1.0)
     monkeypatch.setattr(rates, "_feed", lambda *_: 1.0)
     (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     before = threading.enumerate()
-    (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None)
+    (times,) = rates.measure_layers([variant], cast(Kernels, None), 1, 32, lambda _: None, math.inf)
     assert times.decode_s > 0
     assert [each() for each in tiers] == [None]
     assert threading.enumerate() == before
@@ -349,7 +392,7 @@ def test_the_command_shows_fitting_models_and_their_speed(
     (tmp_path / "edgemoe").mkdir()
     KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
     (tmp_path / "edgemoe/kernels").symlink_to(KERNELS)
-    monkeypatch.setattr(rates, "DEADLINE_S", math.inf)
+    monkeypatch.setattr(plan_command, "DEADLINE_S", math.inf)
     words = ["plan", str(MODEL / "config.json"), "--prompt", "32", "--json"]
     assert main(words) == 0
     told = json.loads(capsys.readouterr().out)

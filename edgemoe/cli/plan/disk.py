@@ -16,9 +16,9 @@ from edgemoe.durable import NewFile, make_folder, write_all
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
 
-LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.2  # of each size and number
+LEAST_READINGS, MOST_READINGS, READINGS_S = 3, 50, 0.2  # of each size and number
 DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many threads as the store reads with
-READING_BYTES = 64 << 20  # that one reading takes at most
+READING_BYTES = 16 << 20  # that one reading takes at most
 ROOM_BYTES = 4 * DISK_BYTES  # free, so that a measurement fills no disk
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 

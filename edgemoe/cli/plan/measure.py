@@ -29,7 +29,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.jit.intrinsics import i64_at, record
 from edgemoe.jit.object_cache import chunk
-from edgemoe.jit.thread_pool import parallel
+from edgemoe.jit.thread_pool import ThreadPool, parallel
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
@@ -44,7 +44,7 @@ STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
 STD = 0.02
 OWN_ROWS = 512  # of a matrix; the others repeat them, but for gates, which tell experts apart
-FILL_S = 30.0  # for random experts to be in RAM
+FILL_S = 15.0  # for random experts to be in RAM
 
 
 @chunk
@@ -186,21 +186,21 @@ class ResidentModel:
         slab = self.tiers.ram.bytes
         taken = min(size_bytes, slab.nbytes)
         first = np.random.randint(0, slab.nbytes - taken + 1) & ~4095
-        return size_bytes / _streamed(self.kernels, slab.ctypes.data + first, taken)
+        return size_bytes / _streamed(self.kernels.pool, slab.ctypes.data + first, taken)
 
 
-def stream_bytes_per_s(kernels: Kernels, size_bytes: int) -> float:
+def stream_bytes_per_s(pool: ThreadPool, size_bytes: int) -> float:
     """Returns the rate at which all threads together read `size_bytes` of memory once."""
     memory = np.ones(size_bytes, np.uint8)
-    return _streamed(kernels, memory.ctypes.data, size_bytes)
+    return _streamed(pool, memory.ctypes.data, size_bytes)
 
 
-def _streamed(kernels: Kernels, address: int, size_bytes: int) -> float:
+def _streamed(pool: ThreadPool, address: int, size_bytes: int) -> float:
     chunks = size_bytes // (8 * STREAM_WORDS)
     sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
     job["address"], job["sums"] = address, sums.ctypes.data
     start = time.perf_counter()
-    parallel(kernels.pool.control, _stream.address, job.ctypes.data, chunks)
+    parallel(pool.control, _stream.address, job.ctypes.data, chunks)
     return chunks * 8 * STREAM_WORDS / (time.perf_counter() - start)
 
 
@@ -208,11 +208,12 @@ COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same 
 EXPERT_BYTES = 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
 BUDGET_S = 6.0  # of all timed steps together; each time is measured at least once
-DEADLINE_S = 35.0  # after which nothing further is measured
+DEADLINE_S = 40.0  # of the command's time, after which nothing further is measured
 PROMPT_S = 3.0  # that a prompt may take; of one that takes longer, LEAST_PROMPT tokens are timed
 BOUND_S = 1.0  # of the timed steps of one number of sequences
 MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
 LEAST_PROMPT = 64  # tokens of a prompt that is timed in place of a longer one
+LATE = f"{DEADLINE_S:g} s had passed; run it again when the machine is less busy"
 SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
 
 Say = Callable[[str], None]  # reports the present measurement
@@ -245,14 +246,13 @@ class MachineRates:
 
 
 def measure_layers(
-    variants: Sequence[ModelVariant], kernels: Kernels, sequences: int, prompt_tokens: int, say: Say
+    variants: Sequence[ModelVariant], kernels: Kernels, sequences: int, prompt_tokens: int, say: Say, ends_s: float
 ) -> list[LayerTimes]:
     """Returns for each variant of a model the times of a layer, on random weights of the same shapes.
 
-    Takes about `BUDGET_S`, and the time to make the weights. If memory or `DEADLINE_S` do not allow it, the times
-    hold the reason instead.
+    Takes about `BUDGET_S`, and the time to make the weights. After the time `ends_s` of `time.monotonic`, or without
+    the memory, the times hold the reason instead.
     """
-    ends_s = time.monotonic() + DEADLINE_S
     lab, share_s, found = LayerBench(kernels, ends_s), BUDGET_S / max(1, len(variants)) / 4, list[LayerTimes]()
     tokens = max(sequences * (MOST_STEPS + WARM_STEPS), prompt_tokens)
     for number, variant in enumerate(variants, 1):
@@ -266,7 +266,7 @@ def measure_layers(
         try:
             decode_s, batch_s, prompt_s = lab.run(variant.spec, tokens, measures)
         except TimeoutError:
-            found.append(replace(times, why=f"{DEADLINE_S:g} s had passed; run it on a less busy machine"))
+            found.append(replace(times, why=LATE))
         except (CapacityError, StoreError) as error:
             found.append(replace(times, why=str(error)))
         else:
@@ -361,9 +361,9 @@ def miniature(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def memory_rate(kernels: Kernels) -> float:
+def memory_rate(pool: ThreadPool) -> float:
     """Returns the bytes a second that all threads together read from memory."""
-    return max(stream_bytes_per_s(kernels, COLD_BYTES) for _ in range(MEMORY_ROUNDS))
+    return max(stream_bytes_per_s(pool, COLD_BYTES) for _ in range(MEMORY_ROUNDS))
 
 
 def _period(spec: ModelSpec) -> int:

@@ -18,15 +18,15 @@ from rich.table import Table
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
-from edgemoe.cli.plan.measure import LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
+from edgemoe.cli.plan.measure import DEADLINE_S, LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
 from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size, parse_rate
 from edgemoe.errors import CapacityError, ConfigError, EdgemoeError, StoreError
-from edgemoe.experts.compiled_parts import TIERS
-from edgemoe.jit.object_cache import link
+from edgemoe.families.spec import ModelSpec
+from edgemoe.jit.thread_pool import ThreadPool
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.rights import become_owner
 from edgemoe.store.catalog import find_stores, is_store
@@ -38,7 +38,7 @@ from edgemoe.types.encoding import pair_of
 from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.worker.assemble import kernel_dir, needs_of
+from edgemoe.worker.assemble import link_kernels, needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
 MORE_BYTES = 16 << 30  # of RAM, in one of the remedies
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
         )
-    settings = load(Path(args.config) if args.config else None, args.set).settings
+    began_s, settings = time.monotonic(), load(Path(args.config) if args.config else None, args.set).settings
     become_owner(Path(settings.model.store_dir))
     subject = find_model(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     question = PlanOptions(
         context, args.sequences, args.prompt, args.boxes, args.routing, rates[0] or speed.LINK_BYTES_PER_S, rates[1]
     )
-    planner, measured = _measure(subject, question, settings, PhaseReport())
+    planner, measured = _measure(subject, question, settings, PhaseReport(), began_s + DEADLINE_S)
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
     alone = planner.forecast(*measured[0], boxes=1) if args.boxes > 1 else None
@@ -201,11 +201,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport
+    subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport, ends_s: float
 ) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
     """Returns a planner with this machine's rates, and the layer times of each encoding of the model.
 
-    Encodings that do not fit are not timed.
+    Encodings that do not fit are not timed, nor any after the time `ends_s` of `time.monotonic`.
     """
     machine, stores = (
         probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
@@ -213,13 +213,7 @@ def _measure(
     )
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
-    say("preparing kernels")
-    in_bytes = settings.engine.prompt_activations == "int8"
-    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", kernel_dir(settings), byte_activations=in_bytes)
-    link(TIERS.codes, kernel_dir(settings))
-    variants = list(subject.variants())
-    for encoding in {each for variant in variants for each in pair_of(variant.spec.geometry.encoding_name(0))}:
-        kernels.row_code(encoding)
+    variants, pool = list(subject.variants()), ThreadPool(threads)
     say("reading the disk")
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
     reads = (
@@ -229,11 +223,14 @@ def _measure(
     )
     disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
     device = settings.device[0]
-    rates = MachineRates(device.memory_bytes_per_s or memory_rate(kernels), disk_bytes_per_s, device.link_bytes_per_s)
+    rates = MachineRates(device.memory_bytes_per_s or memory_rate(pool), disk_bytes_per_s, device.link_bytes_per_s)
     chunk = min(question.prompt_tokens, settings.engine.step_tokens)
     planner = Planner(question, settings, machine, rates)
-    fitting = [variant for variant in variants if planner.has_room(variant)]
-    timed = measure_layers(fitting, kernels, question.sequences, chunk, say)
+    fitting, timed = [variant for variant in variants if planner.has_room(variant)], list[LayerTimes]()
+    if fitting:
+        say("preparing kernels")
+        kernels = _kernels(settings, threads, [variant.spec for variant in fitting])
+        timed = measure_layers(fitting, kernels, question.sequences, chunk, say, ends_s)
     times = {variant.label: taken for variant, taken in zip(fitting, timed, strict=True)}
     say("")
     untimed = LayerTimes(0.0, 0.0, question.sequences, 0.0, chunk, why="it does not fit")
@@ -242,6 +239,12 @@ def _measure(
         for each, disk_s in zip(variants, reads, strict=True)
     ]
     return planner, measured
+
+
+def _kernels(settings: Settings, threads: int, specs: Sequence[ModelSpec]) -> Kernels:
+    """Returns the kernels for models of one weight type in several encodings."""
+    encodings = {each for spec in specs for each in pair_of(spec.geometry.encoding_name(0))}
+    return link_kernels(settings, threads, specs[0].dtype == "bfloat16", lambda *_: None, encodings)
 
 
 def advise(
@@ -362,10 +365,8 @@ def bounds(
     ).variants()
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
-    in_bytes = settings.engine.prompt_activations == "int8"
-    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", kernel_dir(settings), byte_activations=in_bytes)
-    link(TIERS.codes, kernel_dir(settings))
-    places = _places_of(settings, variant, metrics, memory_rate(kernels))
+    kernels = _kernels(settings, threads, [variant.spec])
+    places = _places_of(settings, variant, metrics, memory_rate(kernels.pool))
     rest_s = rest_bytes(variant) / places.memory_bytes_per_s
     read_bytes = variant.spec.kv_layout.held_bytes(context_tokens // 2)
     found = []

@@ -98,9 +98,10 @@ class Kernels(KernelContext):
         progress: CompileProgress = no_progress,
         byte_activations: bool = True,
     ) -> None:
+        part = kernel_part(bf16)
+        link(part.codes, directory, part.variant, progress)  # the pool's code is in it, and would be compiled alone
         super().__init__(threads, bf16, directory, byte_activations)
-        part, self._progress = kernel_part(bf16), progress
-        link(part.codes, directory, part.variant, progress)
+        self._progress = progress
         attention, pack = make_attention(bf16)[1], make_pack_all(bf16)
         grouped, product, prefill = make_grouped_linear(bf16)[0], make_product(bf16)[0], make_prefill_attention(bf16)[0]
         self._step = make_step(bf16)[0].call
