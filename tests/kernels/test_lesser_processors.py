@@ -12,6 +12,7 @@ import pytest
 from edgemoe.jit.compile_target import host, named
 from edgemoe.jit.env import PROCESSOR
 
+ROOM_S = 3600.0  # of one room
 TESTS = Path(__file__).parents[1]
 SAMPLES = {
     "haswell": "avx2 and (int4 or fp8) or rounding or equal_numpy and mxfp4 or format",
@@ -26,7 +27,7 @@ def _run(processor: str, *arguments: str) -> None:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
     env = os.environ | {PROCESSOR: processor}
-    done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=ROOM_S)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -38,6 +39,7 @@ def test_encoded_rows_are_right_with_code_for_lesser_processors(processor: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(ROOM_S)
 @for_x86
 @pytest.mark.parametrize("room", ["kernels", "encodings", "experts", "model"])
 @pytest.mark.parametrize("processor", SAMPLES)

@@ -109,7 +109,10 @@ def resident_tiers(
     try:
         asyncio.run(_fill(tiers))
     except TimeoutError:
-        raise StoreError(f"{geometry.all_bytes} bytes of random experts were not in RAM after {FILL_S:g} s") from None
+        size = format_size(geometry.all_bytes)
+        raise StoreError(
+            f"{size} of random experts were not in memory after {FILL_S:g} s; is the machine busy?"
+        ) from None
     return tiers
 
 
