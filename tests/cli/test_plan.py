@@ -156,9 +156,7 @@ def test_an_expert_larger_than_the_probe_takes_longer_in_proportion(
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_slow_disk_is_asked_for_600_mib_at_most(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_is_asked_for_600_mib_at_most(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, clock_s = list[int](), [0.0]
 
     def slow(file: object, room: memoryview, place: int) -> None:
