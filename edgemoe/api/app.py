@@ -36,12 +36,8 @@ def build(api: Api) -> Starlette:
     routes = [
         *_openai_routes(),
         *_ollama_routes(),
-        _post("/completion", Generating(llama_infill.prepare_completion, Completion, llama_infill.late_error)),
-        _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
+        *_llama_routes(),
         Route("/props", queries.props),
-        Route("/apply-template", queries.apply_template, methods=["POST"]),
-        Route("/tokenize", queries.tokenize, methods=["POST"]),
-        Route("/detokenize", queries.detokenize, methods=["POST"]),
         Route("/reload", queries.reload, methods=["POST"]),
         Route("/cluster", queries.members),
         Route("/cluster", queries.change_members, methods=["POST"]),
@@ -64,6 +60,22 @@ def build_ollama(api: Api) -> Starlette:
     """
     routes = [Route("/", ollama_queries.greet), *_ollama_routes(), *_openai_routes(), Route("/health", queries.health)]
     return _application(api, routes, None if api.settings.ollama_keyless else api.keys, guarded=None)
+
+
+def build_forwarded(api: Api) -> Starlette:
+    """Returns the ASGI application for requests that other boxes forward, which have checked their clients."""
+    routes = [*_openai_routes(), *_ollama_routes(), *_llama_routes()]
+    return _application(api, routes, None, guarded=())
+
+
+def _llama_routes() -> list[Route]:
+    return [
+        _post("/completion", Generating(llama_infill.prepare_completion, Completion, llama_infill.late_error)),
+        _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
+        Route("/apply-template", queries.apply_template, methods=["POST"]),
+        Route("/tokenize", queries.tokenize, methods=["POST"]),
+        Route("/detokenize", queries.detokenize, methods=["POST"]),
+    ]
 
 
 def _openai_routes() -> list[Route]:

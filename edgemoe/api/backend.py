@@ -16,10 +16,14 @@ State = Literal["unloaded", "loading", "ready", "draining", "failed", "stalled"]
 
 
 class BoxSnapshot(NamedTuple):
-    """The latest snapshot of a box's engine. `box` is its name; "" outside a cluster."""
+    """The latest snapshot of a box's engine. `box` is its name; "" outside a cluster.
+
+    `model` is a further model that this box serves by name; "" of the first.
+    """
 
     box: str
     snapshot: ServingSnapshot | None  # None while nothing is known
+    model: str = ""
 
 
 class Submission(Protocol):

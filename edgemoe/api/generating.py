@@ -20,6 +20,7 @@ from edgemoe.api.generate.generation import (
 from edgemoe.api.generate.held_answer import ASKS_FRAMES, FrameHead, HeldAnswer, end_of, read_held
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, WHOLE, ClientAnswer, StreamForm
+from edgemoe.api.http.distant_answer import forwarded_body, pass_on
 from edgemoe.api.http.event_text import error_body, json_line, ollama_error
 from edgemoe.api.model_wish import ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
@@ -61,10 +62,16 @@ class Generating:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with contextlib.AsyncExitStack() as held:
                 with shared.bodies.open(principal) as body:
-                    part, raw = read_held(request.headers, await shared.bodies.read(body, request))
+                    whole = await shared.bodies.read(body, request)
+                    part, raw = read_held(request.headers, whole)
                     small = len(raw) <= SMALL_BYTES
                     wish = self.wish(raw) if small else await shared.in_thread(principal, self.wish, raw)
                     in_frames = wish.is_stream and ASKS_FRAMES in request.headers
+                    if (boxes := shared.elsewhere(wish, request)) is not None:
+                        async with http.while_connected(receive):
+                            late_error = self._late_error if wish.is_stream and not in_frames else None
+                            await pass_on(boxes(forwarded_body(request, whole)), send, late_error)
+                        return
                     kept = await held.enter_async_context(self._kept(shared, wish, send, in_frames))
                     async with http.while_connected(receive):
                         if wish.unloads and (unloaded := await self._unload(shared, wish)) is not None:
@@ -82,7 +89,7 @@ class Generating:
                                     await api.in_thread(principal, _skip_held, prepared, part, context.limits.vocab)
                                 with prepared.fields.renamed():
                                     generation.constrain(await api.grammars.first(generation.grammar, principal))
-                    del raw
+                    del raw, whole
                 if isinstance(prepared, Response):
                     await prepared(scope, receive, kept.send)
                     return

@@ -13,7 +13,9 @@ from edgemoe.api.endpoints.ollama import served_name, tagged_name
 from edgemoe.api.endpoints.ollama_format import rfc3339
 from edgemoe.api.generate.generation import ANY_MODEL
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.distant_answer import collected, forwarded_body
 from edgemoe.api.http.event_text import json_line
+from edgemoe.api.model_wish import ModelWish
 from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import read
 from edgemoe.api.text.tokenizer import TextModel
@@ -81,6 +83,8 @@ async def show(request: Request) -> Response:
     """Answers POST /api/show, also for a model that is not loaded. Raises InvalidRequest, ModelNotFound."""
     body, api = await _read(request), _api(request)
     name = body.model or body.name
+    if (boxes := api.elsewhere(ModelWish(name), request)) is not None:
+        return await collected(boxes(forwarded_body(request, msgspec.json.encode({"model": name}))))
     if api.models is None or not name:
         served_name(name, await api.context(request.state.principal))
     model = await api.find_listed(name)
@@ -152,6 +156,7 @@ def _entry(name: str, model: ListedModel) -> Json:
         "size": model.store.disk_bytes,
         "digest": model.info.digest if model.info is not None else "",
         "details": _details(model),
+        **({"boxes": list(model.boxes)} if model.boxes else {}),
     }
 
 

@@ -16,6 +16,7 @@ from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.endpoints.chat_completions import offered_tools, render, tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.distant_answer import collected, forwarded_body
 from edgemoe.api.metrics import CONTENT_TYPE
 from edgemoe.api.model_wish import NO_WISH, read_wish
 from edgemoe.api.resources import Api, ListedModel
@@ -87,6 +88,7 @@ def _model_card(model: ListedModel) -> Json:
         "pinned": model.is_pinned,
         "idle_s": model.idle_s,
         "memory_bytes": model.ram_bytes + model.vram_bytes,
+        **({"boxes": list(model.boxes)} if model.boxes else {}),
     }
 
 
@@ -137,6 +139,8 @@ async def _answer_in_thread(request: Request, kind: type[R], work: Callable[[R, 
         raw = await api.bodies.read(body, request)
         async with http.while_connected(request.receive):
             asked = NO_WISH if api.models is None else await api.in_thread(principal, read_wish, raw)
+            if (boxes := api.elsewhere(asked, request)) is not None:
+                return await collected(boxes(forwarded_body(request, raw)))
             async with api.chosen(asked) as chosen, api.large(raw, principal):
                 return await chosen.in_thread(principal, decode_and_work, await chosen.context(principal), raw)
 

@@ -10,12 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from starlette.requests import Request
+
 from edgemoe.api.api_keys import KeyRing
-from edgemoe.api.backend import Backend, State
+from edgemoe.api.backend import Backend, BoxSnapshot, State
 from edgemoe.api.endpoints.event_stream import EventStreams
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
 from edgemoe.api.generate.grammar_trial import GrammarChecker, grammar_command
 from edgemoe.api.http.bodies import BodyBudget
+from edgemoe.api.http.distant_answer import DistantAnswer
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.model_wish import ModelWish
 from edgemoe.api.text.bounded_text import BoundedText
@@ -58,6 +61,7 @@ class ListedModel:
     is_pinned: bool = True
     idle_s: float = 0.0  # since its last request
     expires_s: float | None = None  # until it is unloaded; None: not by the clock
+    boxes: Sequence[str] = ()  # of the cluster that serve it by this name; () outside a cluster
 
 
 class ModelChoice(Protocol):
@@ -92,8 +96,14 @@ class ModelChoice(Protocol):
     def loading(self, wish: ModelWish) -> str:
         """Returns how far the loading of a model is; "" of a loaded one. Raises ModelNotFound."""
 
+    def elsewhere(self, wish: ModelWish) -> DistantAnswer | None:
+        """Returns the way to an answer by other boxes; None where the wish is for this one."""
+
     def describe(self) -> list[Json]:
         """Returns the models' states for /health; none of a daemon with one model."""
+
+    def snapshots(self) -> Sequence[BoxSnapshot]:
+        """Returns the latest snapshots of the first model's engines on all boxes, and of this box's other models."""
 
     def metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Returns the metrics of the models' engines and of the cluster, by model."""
@@ -127,7 +137,7 @@ class Api:
     events: EventStreams = field(init=False)
 
     def __post_init__(self) -> None:
-        self.events = EventStreams(self.backend, self.metrics, self.describe)
+        self.events = EventStreams(self.backend, self.metrics, self.describe, self.snapshots)
         self.bodies = BodyBudget(self.settings.max_body_bytes)
         self.grammars = GrammarChecker(grammar_command(self.text.directory, self.text.eos))
 
@@ -146,6 +156,10 @@ class Api:
         models = [] if self.models is None else self.models.describe()
         return self.backend.describe() | ({"status": self.state, "models": models} if models else {})
 
+    def snapshots(self) -> Sequence[BoxSnapshot]:
+        """Returns the latest snapshots of the engines of all boxes, and of this box's models."""
+        return self.backend.snapshots() if self.models is None else self.models.snapshots()
+
     @contextlib.asynccontextmanager
     async def chosen(self, wish: ModelWish) -> AsyncIterator[Api]:
         """Holds the model for a request. Yields its resources. Raises ModelNotFound, EngineUnavailable."""
@@ -161,6 +175,12 @@ class Api:
             return self.models.loading(wish)
         at = self.backend.describe()["loading"] if self.backend.state == "loading" else None
         return f"loading: {loading_text(at)}" if at else ""
+
+    def elsewhere(self, wish: ModelWish, request: Request) -> DistantAnswer | None:
+        """Returns the way to an answer by other boxes; None where this one answers, as it does forwarded ones."""
+        if self.models is None or request.scope["state"].get("teller"):
+            return None
+        return self.models.elsewhere(wish)
 
     async def listed(self) -> Sequence[ListedModel]:
         """Returns the models that requests may name. Raises EngineUnavailable."""

@@ -13,16 +13,20 @@ COLOURS = {"ready": "green", "failed": "red", "unloaded": "dim"}
 
 
 def served_table(models: list[Json]) -> Table:
-    """Returns a table of the models: their state, memory and requests, and when idle ones are unloaded."""
+    """Returns a table of the models: their state, boxes, memory and requests, and when idle ones are unloaded."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Model", overflow="fold")
     table.add_column("State")
+    in_cluster = any(model.get("boxes") for model in models)
+    if in_cluster:
+        table.add_column("Boxes", overflow="fold")
     for heading in ("Memory", "Requests", "Idle", "Unloaded in"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in models:
         table.add_row(
             Text(model["name"]),
             _state(model),
+            *([", ".join(model["boxes"])] if in_cluster else []),
             format_size(model["memory_bytes"]) if model["memory_bytes"] else "",
             f"{model['requests']}" if model["state"] == "ready" else "",
             f"{model['idle_s']:.0f} s" if model["idle_s"] else "",

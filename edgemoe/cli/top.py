@@ -48,7 +48,7 @@ class LiveFigures:
     """Holds the daemon's figures over the last minute, its /health and its boxes, from events."""
 
     health: Json = field(default_factory=dict)
-    boxes: dict[str, Json] = field(default_factory=dict)
+    boxes: dict[tuple[str, str], Json] = field(default_factory=dict)  # by box and further model
     readings: deque[FigureReading] = field(default_factory=deque)
 
     def add_event(self, name: str, data: Json) -> None:
@@ -62,7 +62,8 @@ class LiveFigures:
             while self.readings[0].t < data["t"] - KEPT_S:
                 self.readings.popleft()
         elif name == "box":
-            self.boxes[data["box"]] = {**self.boxes.get(data["box"], {}), **data}
+            key = (data["box"], data.get("model", ""))
+            self.boxes[key] = {**self.boxes.get(key, {}), **data}
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -71,10 +72,15 @@ class LiveFigures:
 
     @property
     def requests(self) -> list[tuple[str, Json]]:
-        """Returns the requests of all engines that show themselves, each with its box."""
+        """Returns the requests of all engines that show themselves, each with its box and further model."""
         cluster = self.health.get("cluster")
         here = {member["node"] for member in cluster["members"]} if cluster else {""}
-        return [(box, one) for box, shown in self.boxes.items() if box in here for one in shown["requests"]]
+        return [
+            (" ".join(filter(None, key)), one)
+            for key, shown in self.boxes.items()
+            if key[0] in here
+            for one in shown["requests"]
+        ]
 
     def get(self, family: str, **labels: str) -> float:
         """Returns a figure; 0 where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -21,8 +22,12 @@ from edgemoe.cluster.control.messages import (
     ControlMessage,
     ForwardedEmissions,
     ForwardedFrame,
+    ForwardedHttp,
     FrameAccepted,
+    FurtherModel,
     Heartbeat,
+    HttpPartQuery,
+    HttpWithdrawal,
     LostRequestsQuery,
     LostRequestsReply,
     MemberChange,
@@ -37,7 +42,9 @@ from edgemoe.errors import MembersRefused, PeerBusy, PeerError, PeerRefused
 from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
+from edgemoe.front.distant_models import DistantModels
 from edgemoe.front.engine_tracker import LocalEngine, is_handed_over
+from edgemoe.front.hosted_http import HostedHttp
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.prompt_hints import PrefixKeys
@@ -65,12 +72,15 @@ from edgemoe.ipc.messages import (
     decode_from_engine,
     decode_to_engine,
 )
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.probes import probe_machine
+from edgemoe.types.bounds import MAX_NODES
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0  # at most, between checks whether the others hold all experts
+READ_S = 2.0  # that other boxes have at the end to read the answers to their requests
 
 
 class ClusterFront:
@@ -101,6 +111,7 @@ class ClusterFront:
             local=self,
         )
         self.hosted_requests = HostedRequests(self.plane.channel, self._connection.send, self.plane.spawn)
+        self.hosted_http, self.distant = HostedHttp(self.plane.spawn), DistantModels(self.plane)
         keys = PrefixKeys(whole.engine.prefix_cache)
         self.requests = ClusterRequests(self.plane, settings.route, requests, self.hosted_requests, keys)
         self._snapshots = snapshots
@@ -117,6 +128,7 @@ class ClusterFront:
             group.create_task(follow_list(self.settings, self.plane))
             group.create_task(self.requests.check())
             group.create_task(self.requests.run())
+            group.create_task(self.hosted_http.run())
 
     async def leave_experts(self) -> None:
         """Announces that this box will leave, and waits until the others hold all its experts."""
@@ -129,7 +141,10 @@ class ClusterFront:
             await wait_event(self._news, LOOK_S)
 
     async def leave(self) -> None:
-        """Announces that this box leaves."""
+        """Announces that this box leaves, once others have read its answers."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                await self.hosted_http.until_read()
         await self.plane.leave()
 
     # --- our engine -------------------------------------------------------------------------------------------
@@ -211,7 +226,8 @@ class ClusterFront:
 
     def metrics(self) -> dict[str, float]:
         """Returns the cluster's metrics by their final names."""
-        return about.metrics(self.plane, self._router.machine, self.hosted_requests, self.requests.forecast)
+        own = {names.FORWARDED_HTTP: self.distant.forwarded, names.HOSTED_HTTP: self.hosted_http.served}
+        return own | about.metrics(self.plane, self._router.machine, self.hosted_requests, self.requests.forecast)
 
     def describe(self) -> dict[str, Any]:
         """Returns members, leader, epoch and plan, for /health."""
@@ -260,8 +276,14 @@ class ClusterFront:
                 raise PeerRefused("that engine is no more")
             missing = self.hosted_requests.find_missing(question.peer, question.boot, question.message.requests)
             return Answer(LostRequestsReply(missing))
+        if isinstance(question.message, HttpWithdrawal):
+            self.hosted_http.withdraw(question.peer, question.boot, question.message.number)
+            return Answer(FrameAccepted())
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
+        if isinstance(question.message, ForwardedHttp):
+            self.hosted_http.begin(question.peer, question.boot, question.message, bytes(question.tensors[0]))
+            return Answer(FrameAccepted())
         if isinstance(question.message, ForwardedFrame) and question.message.model != self.plane.state.model:
             raise PeerRefused(f"another model is served here: {self.plane.state.model[:12]}")
         if isinstance(question.message, ForwardedEmissions):
@@ -284,6 +306,10 @@ class ClusterFront:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
                     return Answer(FrameAccepted())
         raise PeerRefused("a frame of another kind")
+
+    async def next_part(self, question: Question[ControlMessage], asked: HttpPartQuery) -> Answer[ControlMessage]:
+        """Waits for the next part of the answer to a forwarded HTTP request. Raises PeerRefused."""
+        return await self.hosted_http.next_part(question.peer, question.boot, asked)
 
     def check_room(self) -> None:
         """Raises PeerBusy if this box has no room for another front's request."""
@@ -308,20 +334,11 @@ class ClusterFront:
         engine = self._engine.description(self.settings.share_experts)
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
-    def announce_models(self, names: Sequence[str]) -> None:
+    def announce_models(self, models: Sequence[FurtherModel]) -> None:
         """Announces the models that this box serves beside the cluster's."""
-        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, models=tuple(names)))
-
-    def boxes_with(self, model: str) -> list[str]:
-        """Returns the other boxes that serve a model of that name beside the cluster's."""
-        members = self.plane.state.members
-        return [
-            member.peer.node
-            for member in members
-            if member.announcement is not None
-            and members.is_alive(member.peer.node)
-            and model.lower() in map(str.lower, member.announcement.models)
-        ]
+        further = tuple(models[:MAX_NODES])
+        names = tuple(model.name for model in further)
+        self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, models=names, further=further))
 
     def _tell_peers(self) -> None:
         if self._engine.listening is None or not self.settings.share_experts:

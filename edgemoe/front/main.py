@@ -25,7 +25,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from edgemoe.api.api_keys import KeyRing
-from edgemoe.api.app import build, build_ollama
+from edgemoe.api.app import build, build_forwarded, build_ollama
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.resources import Api
 from edgemoe.api.text.bounded_text import BoundedText, text_command
@@ -180,6 +180,7 @@ class Front:
             self.api = api = await pool.open_first()
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             if self.cluster is not None:
+                self.cluster.hosted_http.app = build_forwarded(api)
                 self.cluster.listen()
             await self._serve(pool, Server(self._apps(api, held), settings.api.max_connections))
 
@@ -191,8 +192,7 @@ class Front:
             facts=facts_of,
             room=room_of,
             reread=self._reread,
-            announce=lambda names: self.cluster.announce_models(names) if self.cluster is not None else None,
-            elsewhere=lambda name: self.cluster.boxes_with(name) if self.cluster is not None else [],
+            cluster=lambda: self.cluster,
         )
 
     def _host(self, runtime: Path, name: str, served: ServedModelSettings, turn: StartTurn) -> ModelHost:

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgemoe.api.resources import Api
 from edgemoe.config.served_models import ServedModelSettings
 from edgemoe.config.settings import ModelSettings, Settings
+from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.model_facts import ModelFacts
 from edgemoe.front.start_turn import StartTurn
 from edgemoe.front.supervisor import Supervisor
@@ -65,5 +66,4 @@ class PoolDoors:
     facts: Callable[[Settings], ModelFacts]
     room: Callable[[Settings, ModelMemory], ModelMemory]  # of all models; takes the memory that they hold now
     reread: Callable[[], Settings]  # the settings as they are now
-    announce: Callable[[list[str]], None]  # tells the cluster the models beside the first
-    elsewhere: Callable[[str], list[str]]  # other boxes that serve a model beside the cluster's
+    cluster: Callable[[], ClusterFront | None]  # None of a box on its own

@@ -7,13 +7,15 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgemoe.api.backend import State
+from edgemoe.api.backend import BoxSnapshot, State
 from edgemoe.api.generate.generation import ANY_MODEL
+from edgemoe.api.http.distant_answer import DistantAnswer
 from edgemoe.api.model_wish import ModelWish
 from edgemoe.api.resources import Api, ListedModel
 from edgemoe.config.served_models import ServedModelSettings, served_models
@@ -28,6 +30,7 @@ from edgemoe.errors import (
     StoreError,
     first_error,
 )
+from edgemoe.front.distant_models import DistantModel, further_model
 from edgemoe.front.engine_process import LOOK_S
 from edgemoe.front.engine_turns import EngineTurns, ModelTurn
 from edgemoe.front.model_facts import ModelFacts
@@ -36,7 +39,7 @@ from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick
 from edgemoe.types.json_object import Json
-from edgemoe.types.model_info import loading_text
+from edgemoe.types.model_info import loading_text, plain_name
 
 log = logging.getLogger(__name__)
 replace_settings = msgspec.structs.replace
@@ -44,7 +47,6 @@ replace_settings = msgspec.structs.replace
 MOST_KEEP_S = 86400.0  # that a request may keep a model loaded after it
 TICK_S = 1.0
 SUMMARY_CHARS = 1000
-LATEST = ":latest"
 
 
 class ModelPool:
@@ -63,7 +65,7 @@ class ModelPool:
         self._turns = EngineTurns(settings, doors, self.hosts, self._leaving, now)
         for name, served in models.items():
             self._add(name, served)
-        self._announce()
+        self._announced: dict[str, State] = {}
 
     @property
     def first(self) -> ModelHost:
@@ -81,8 +83,13 @@ class ModelPool:
         if self._turns.tasks is not None:
             self._run_host(self._turns.tasks, turn.host)
 
-    def _announce(self) -> None:
-        self._doors.announce([name for name in self.hosts if name != self.first.name])
+    async def _announce_changes(self) -> None:
+        """Describes the models beside the first to the cluster, where one has come, gone or changed its state."""
+        further = [host for host in self.hosts.values() if host is not self.first]
+        states = {host.name: host.supervisor.state for host in further}
+        if (cluster := self._doors.cluster()) is not None and states != self._announced:
+            self._announced = states
+            cluster.announce_models([further_model(await self._listed(host)) for host in further])
 
     async def open_first(self) -> Api:
         """Opens the first model's resources, loaded or not. Raises CheckpointError, StoreError."""
@@ -114,16 +121,38 @@ class ModelPool:
         """Returns the model that a request names, in any case. Raises ModelNotFound, which lists the names."""
         if not name:
             return self.first
-        plain, aliases = _plain(name), self._settings.api.aliases
+        plain, aliases = plain_name(name), self._settings.api.aliases
         for host in self.hosts.values():
-            if _plain(host.name) == plain:
+            if plain_name(host.name) == plain:
                 return host
-        if ANY_MODEL in aliases or plain in map(_plain, aliases):
+        if ANY_MODEL in aliases or plain in map(plain_name, aliases):
             return self.first
-        said = f"the model {name!r} is not served here; these are: {', '.join(map(repr, self.hosts))}"
-        if boxes := self._doors.elsewhere(plain):
-            said += f"; {', '.join(boxes)} of the cluster {'serve' if len(boxes) > 1 else 'serves'} it: ask there"
-        raise ModelNotFound(said, param="model")
+        served = [*self.hosts, *(model.name for model in self._distant())]
+        raise ModelNotFound(
+            f"the model {name!r} is not served here; these are: {', '.join(map(repr, served))}", param="model"
+        )
+
+    def _distant(self) -> list[DistantModel]:
+        """Returns the models that only other boxes of the cluster serve."""
+        cluster = self._doors.cluster()
+        own = set(map(plain_name, (*self.hosts, *self._settings.api.aliases)))
+        found = cluster.distant.models() if cluster is not None else {}
+        return [model for name, model in found.items() if name not in own]
+
+    def _distant_one(self, name: str | None) -> DistantModel | None:
+        return (
+            next((one for one in self._distant() if plain_name(one.name) == plain_name(name)), None) if name else None
+        )
+
+    def elsewhere(self, wish: ModelWish) -> DistantAnswer | None:
+        """Returns the way to an answer by other boxes; None where the wish is for this one."""
+        own = set(map(plain_name, (*self.hosts, *self._settings.api.aliases)))
+        for name in filter(None, (wish.name, *wish.others)):
+            if plain_name(name) in own:
+                return None
+            if (model := self._distant_one(name)) is not None and (cluster := self._doors.cluster()) is not None:
+                return partial(cluster.distant.answer, model)
+        return None
 
     def find_any(self, wish: ModelWish) -> ModelHost:
         """Returns the model that a request names, or the first of the others that is served. Raises ModelNotFound."""
@@ -181,12 +210,14 @@ class ModelPool:
         return host.name
 
     async def listed(self) -> Sequence[ListedModel]:
-        """Returns all models, loaded or not."""
-        return [await self._listed(host) for host in list(self.hosts.values())]
+        """Returns all models, loaded or not, the ones of other boxes last."""
+        own = [await self._listed(host) for host in list(self.hosts.values())]
+        return [*own, *(model.listed() for model in self._distant())]
 
     async def find_listed(self, name: str | None) -> ListedModel:
         """Returns a model as `listed` does. Raises ModelNotFound."""
-        return await self._listed(self.find(name))
+        distant = self._distant_one(name)
+        return distant.listed() if distant is not None else await self._listed(self.find(name))
 
     async def text_of(self, name: str | None) -> Api:
         """Returns the resources of a model, which need not be loaded. Raises ModelNotFound, CheckpointError."""
@@ -204,8 +235,19 @@ class ModelPool:
             context_tokens=served[1].context_tokens if served is not None else facts.context_tokens,
             capabilities=host.capabilities or (),
             store=facts.store,
+            boxes=self._boxes(host),
             **self._use(host),
         )
+
+    def _boxes(self, host: ModelHost) -> list[str]:
+        """Returns the boxes that serve the model by its name, this one first; none outside a cluster."""
+        if (cluster := self._doors.cluster()) is None:
+            return []
+        node = self._settings.cluster.node
+        if host is self.first:
+            return [node, *cluster.distant.boxes_of_cluster()]
+        other = cluster.distant.models().get(plain_name(host.name))
+        return [node, *(other.boxes if other is not None else ())]
 
     def _use(self, host: ModelHost) -> dict[str, Any]:
         figures = host.supervisor.engine_metrics()
@@ -226,15 +268,23 @@ class ModelPool:
         at = supervisor.describe_loading()
         return f"loading: {loading_text(at)}" if at else "loading"
 
+    def snapshots(self) -> list[BoxSnapshot]:
+        """Returns the latest snapshots of the first model's engines on all boxes, and of this box's other models."""
+        loaded = [host for host in self.hosts.values() if host is not self.first and host.supervisor.served is not None]
+        node = self._settings.cluster.node
+        further = [BoxSnapshot(node, one.snapshot, host.name) for host in loaded for one in host.supervisor.snapshots()]
+        return [*self.first.supervisor.snapshots(), *further]
+
     def metrics(self) -> dict[str, Mapping[str, float]]:
         """Returns the metrics of the engines and of the cluster, by model."""
         return {name: host.supervisor.metrics() for name, host in self.hosts.items()}
 
     def describe(self) -> list[Json]:
         """Returns the models' states for /health; none of a daemon with one model."""
-        if not self._turns.has_several:
+        distant = self._distant()
+        if not self._turns.has_several and not distant:
             return []
-        return [
+        own: list[Json] = [
             {
                 "name": host.name,
                 "state": host.supervisor.state,
@@ -242,10 +292,12 @@ class ModelPool:
                 "reason": host.supervisor.reason,
                 "requests": len(host.supervisor.requests),
                 "memory_bytes": host.memory.ram_bytes if host.memory is not None and host.is_held else 0,
+                "boxes": self._boxes(host),
                 **self._use(host),
             }
             for host in self.hosts.values()
         ]
+        return [*own, *(model.described() for model in distant)]
 
     async def _facts(self, host: ModelHost) -> ModelFacts:
         if host.facts is None:
@@ -267,6 +319,7 @@ class ModelPool:
                 for host in self.hosts.values():
                     self._run_host(tasks, host)
                 while True:
+                    await self._announce_changes()
                     await asyncio.sleep(until_tick(TICK_S))
                     await self._unload_stale()
         except BaseExceptionGroup as group:
@@ -331,7 +384,6 @@ class ModelPool:
         for name, served in models.items():
             if name not in self.hosts:
                 self._add(name, served)
-        self._announce()
         return changes
 
     def _remove(self, name: str, served: ServedModelSettings | None) -> None:
@@ -383,7 +435,3 @@ class ModelPool:
         """Closes the sockets of the engines."""
         for host in (*self.hosts.values(), *self._leaving):
             host.close()
-
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(LATEST)

@@ -46,7 +46,8 @@ Logprob = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=REQUEST_CHARS)]
 Word = Annotated[str, Meta(max_length=64)]  # a code, a kind, an option
-Text = Annotated[str, Meta(max_length=256)]
+TEXT_CHARS = 256
+Text = Annotated[str, Meta(max_length=TEXT_CHARS)]
 Label = Annotated[str, Meta(max_length=USER_CHARS)]  # of a principal or a user
 Salt = Annotated[bytes, Meta(max_length=SALT_MAX_BYTES)]  # of cached blocks' keys
 LongText = Annotated[str, Meta(max_length=64 << 10)]

@@ -12,6 +12,8 @@ import msgspec
 from edgemoe.types.bounds import Bytes, Count, LayerBytes, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
 from edgemoe.types.experts import ExpertGeometry
 
+LATEST = ":latest"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -50,6 +52,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dense_encoding: Word = ""  # of the dense matrices; "": `dtype`
     kv_dtype: Word = ""  # of keys and values
     layer_bytes: LayerBytes = ()  # of an expert of each layer, as it lies in memory
+
+
+def plain_name(name: str) -> str:
+    """Returns a model's name as names are compared: in lower case, and without Ollama's tag for the newest."""
+    return name.lower().removesuffix(LATEST)
 
 
 def loading_text(at: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support.box_processes import Box, make_boxes, settled
@@ -16,7 +17,7 @@ from support.ports import free_ports
 from support.waiting import until
 
 from edgemoe.cli.dashboard import DashboardProxy, listen, serve
-from edgemoe.config.settings import DeviceSettings, MemorySettings
+from edgemoe.config.settings import DeviceSettings, MemorySettings, NamedModelSettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER
 from edgemoe.store.packer import ensure_store
@@ -98,6 +99,38 @@ async def test_a_chat_streams_and_its_experts_light_up(tab: Tab, page: str) -> N
     assert await tab.run("document.querySelectorAll('.turn img').length") == 0
 
 
+async def test_each_model_is_shown_and_the_chosen_one_answers(tab: Tab, tmp_path: Path) -> None:
+    address, api = keyed_address(tmp_path)
+    store = str(ensure_store(model_path(), STORES))
+    settings = msgspec.structs.replace(
+        settings_for(tmp_path, Path(store), api=api, memory=MemorySettings(limit_bytes=64 << 20, models_bytes=1 << 30)),
+        models={"second": NamedModelSettings(path=store, memory_bytes=64 << 20, idle_s=0)},
+    )
+    async with running(settings, WORKER):
+        await tab.go("about:blank")
+        await tab.shape()
+        await tab.go(f"http://{address}/#{KEY}")
+        await tab.until("document.querySelectorAll('#models tbody tr').length === 2")
+        await tab.until("document.querySelectorAll('canvas').length === 1")
+        assert (
+            await tab.run("document.querySelectorAll('#models tbody tr')[1].innerText.split(/\\s+/)[1]") == "unloaded"
+        )
+        await tab.run("document.getElementById('to-chat').click(), document.getElementById('to-settings').click()")
+        await tab.until("document.getElementById('which').options.length === 2")
+        assert await tab.run("document.getElementById('which').options[1].text") == "second (not loaded)"
+        await tab.run("document.getElementById('which').value = 'second'")
+        await tab.run("document.querySelector('#settings-form .main').click()")
+        await say(tab, STORY)
+        await tab.until("document.querySelector('.turn.model .after')?.textContent.includes('tokens')", 120)
+        await tab.run("document.getElementById('to-board').click()")
+        await tab.until("document.querySelectorAll('canvas').length === 2")
+        titles = "[...document.querySelectorAll('.grid .title')].map((one) => one.textContent)"
+        assert await tab.run(titles) == ["Experts", "Experts on second"]
+        assert await tab.run("document.querySelectorAll('#models tbody tr')[1].innerText.split(/\\s+/)[1]") == "ready"
+        await pictures(tab, "models")
+        await tab.run("localStorage.clear(), sessionStorage.clear()")
+
+
 @pytest.mark.parametrize(("layers", "experts"), [(48, 128), (61, 256)])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 async def test_a_large_model_is_drawn_in_time(
@@ -106,7 +139,7 @@ async def test_a_large_model_is_drawn_in_time(
     await tab.shape(size)
     await tab.go(page)
     script = f"""(async () => {{
-      const {{ showBox, keepBoxes }} = await import("/page/experts.js");
+      const {{ showBox, keepGrids }} = await import("/page/experts.js");
       document.getElementById("to-board").click();
       const times = [];
       for (let round = 0; round < 20; round++) {{
@@ -116,7 +149,7 @@ async def test_a_large_model_is_drawn_in_time(
         showBox({{ box: "large", layers: {layers}, experts: {experts}, cells: btoa(cells.join("")) }});
         times.push(performance.now() - began);
       }}
-      keepBoxes([""]);
+      keepGrids([""]);
       times.sort((a, b) => a - b);
       return [times[0], times[10]];
     }})()"""

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 from rich.console import Console
-from support.front_kit import http_client, listed_boxes, settings_for, started
+from support.front_kit import http_client, settings_for, started
 from support.waiting import until
 
 from edgemoe.api.http import client_answer
@@ -467,20 +467,3 @@ async def test_a_daemon_of_one_model_takes_further_ones_at_a_reload(tmp_path: Pa
         assert (await ask(client, "b")).json()["model"] == "b"
         assert (await ask(client, "tiny")).json()["model"] == "tiny"
         assert host(front, "tiny").supervisor.starts == 1
-
-
-async def test_a_box_tells_which_other_box_serves_a_model(tmp_path: Path, model_dir: Path) -> None:
-    a, b = listed_boxes(tmp_path, model_dir, ["a", "b"], leader="a")
-    extra = {"extra": NamedModelSettings(path=str(model_dir), memory_bytes=GB)}
-    b = msgspec.structs.replace(b, models=extra, memory=MemorySettings(models_bytes=2 * GB, limit_bytes=GB))
-    async with serving(a) as (first, client), serving(b) as (second, other):
-        await until(lambda: first.cluster is not None and first.cluster.boxes_with("extra") == ["b"])
-        refused = await ask(client, "extra")
-        assert refused.status_code == 404
-        assert "b of the cluster serves it" in refused.text
-        assert (await ask(other, "extra")).json()["model"] == "extra"
-        assert (await ask(client, "tiny")).json()["model"] == "tiny"
-        members = (await client.get("/health")).json()["cluster"]["members"]
-        assert {member["node"]: member["models"] for member in members} == {"a": [], "b": ["extra"]}
-        assert second.pool is not None
-        assert second.pool.hosts["extra"].supervisor.settings.cluster.node == ""

@@ -37,10 +37,16 @@ EVERY_S, STATE_EVERY = 0.5, 2  # seconds between rounds, and rounds between stat
 class EventStreams:
     """Yields events to each client that watches. One for an application."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, describe: Callable[[], Json] | None = None) -> None:
-        """Takes `describe`, which returns the body of /health; without it, the backend's."""
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        describe: Callable[[], Json] | None = None,
+        snapshots: Callable[[], Iterable[BoxSnapshot]] | None = None,
+    ) -> None:
+        """Takes the ways to the body of /health and to the snapshots; without them, the backend's."""
         self._backend, self._metrics = backend, metrics
-        self._describe = describe or backend.describe
+        self._describe, self._snapshots = describe or backend.describe, snapshots or backend.snapshots
         self._watchers = Counter[Principal]()
 
     def admit(self, principal: Principal) -> None:
@@ -56,7 +62,7 @@ class EventStreams:
             yield event({"release": edgemoe.__version__}, "hello")
             rounds = 0
             while self._backend.state != "draining":
-                some = [event(box, "box") for box in memory.boxes(self._backend.snapshots())]
+                some = [event(box, "box") for box in memory.boxes(self._snapshots())]
                 if rounds % STATE_EVERY == 0:
                     some.append(event(memory.state(self._describe(), self._figures()), "state"))
                 rounds += 1
@@ -93,7 +99,7 @@ class StreamMemory:
         self._began_s = began_s
         self._figures: dict[str, float] = {}
         self._health: Json = {}
-        self._snapshots: dict[str, ServingSnapshot] = {}
+        self._snapshots: dict[tuple[str, str], ServingSnapshot] = {}  # by box and model
 
     def state(self, health: Json, figures: dict[str, float]) -> Json:
         """Returns the body of a state."""
@@ -106,12 +112,12 @@ class StreamMemory:
 
     def boxes(self, snapshots: Iterable[BoxSnapshot]) -> Iterator[Json]:
         """Yields the bodies of boxes."""
-        for box, snapshot in snapshots:
-            told = self._snapshots.get(box)
+        for box, snapshot, model in snapshots:
+            told = self._snapshots.get((box, model))
             if snapshot is None or snapshot == told:
                 continue
-            self._snapshots[box] = snapshot
+            self._snapshots[box, model] = snapshot
             body: Json = msgspec.to_builtins(snapshot, builtin_types=(bytes,))
             if told is not None and told.cells == snapshot.cells:
                 del body["cells"]
-            yield {"box": box, **body}
+            yield {"box": box, **({"model": model} if model else {}), **body}

@@ -36,7 +36,12 @@ log = logging.getLogger(__name__)
 
 
 def principal_of_client(scope: Scope, keys: KeyRing | None, key: ApiKey | None, node: str) -> Principal:
-    """Returns the principal of a request's client, which gave `key` if any. No field or header of it is looked at."""
+    """Returns the principal of a request's client, which gave `key` if any. No field or header of it is looked at.
+
+    Of a request that another box forwards, it is the one that this box tells.
+    """
+    if (told := scope["state"].get("told_principal")) is not None:
+        return Principal(told)
     if key is not None and keys is not None:
         return keys.principal(key)
     uid = scope["state"].get("peer_uid")

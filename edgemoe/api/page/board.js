@@ -122,6 +122,23 @@ function row({ phase, age_s, prompt_tokens, computed, emitted }, box, several) {
   ];
 }
 
+const MODEL_STATES = { ready: "good", failed: "bad", unloaded: "" };
+
+/** Draws the models that requests may name; `models` is empty where there is one. */
+export function showModels(models) {
+  $("models-panel").hidden = !models.length;
+  const several = models.some(({ boxes }) => boxes?.length);
+  const rows = models.map((model) => [
+    [model.name],
+    [element("span", `tag ${MODEL_STATES[model.state] ?? "warn"}`, model.state), ...(model.is_pinned ? [element("span", "tag", "pinned")] : [])],
+    ...(several ? [model.boxes.join(", ")] : []),
+    model.memory_bytes ? bytes(model.memory_bytes) : "–",
+    model.state === "ready" ? short(model.requests) : "–",
+    model.state === "ready" && model.expires_s != null ? time(model.expires_s).join(" ") : "–",
+  ]);
+  $("models").replaceChildren(table(["Model", "State", ...(several ? ["On"] : []), "Memory", "Requests", "Unloaded in"], rows));
+}
+
 const STATES = { here: "good", leaving: "warn", gone: "bad", refused: "bad" };
 
 /** Draws the boxes of a cluster, who leads, the plan and what is on the way. */

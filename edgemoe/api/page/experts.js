@@ -7,7 +7,7 @@ import { element, span, swatch } from "./nodes.js";
 const $ = (id) => document.getElementById(id);
 
 let colours = palette();
-const grids = new Map(); // by box
+const grids = new Map(); // by label
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   colours = palette();
@@ -15,21 +15,28 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 new ResizeObserver(() => redraw()).observe($("grids"));
 
-/** Takes what a box shows: its grid of experts and its requests. */
-export function showBox({ box, layers, experts, cells }) {
-  if (!cells) return;
-  if (!grids.has(box)) grids.set(box, new BoxGrid(box));
-  $("grids").classList.toggle("several", grids.size > 1);
-  grids.get(box).take(layers, experts, Uint8Array.from(atob(cells), (letter) => letter.charCodeAt(0)));
+/** Returns the name of what a box shows: its own, and that of a further model. */
+export function labelOf({ box, model }) {
+  return [box, model].filter(Boolean).join(" · ");
 }
 
-/** Forgets boxes that are not there any more. */
-export function keepBoxes(boxes) {
-  for (const [box, grid] of grids) {
-    if (boxes.includes(box)) continue;
+/** Takes what a box shows: the grid of experts of its model, or of a further one. */
+export function showBox({ box, model, layers, experts, cells }) {
+  if (!cells) return;
+  const label = labelOf({ box, model });
+  if (!grids.has(label)) grids.set(label, new BoxGrid(label));
+  $("grids").classList.toggle("several", grids.size > 1);
+  grids.get(label).take(layers, experts, Uint8Array.from(atob(cells), (letter) => letter.charCodeAt(0)));
+}
+
+/** Forgets boxes and models that are not there any more. */
+export function keepGrids(labels) {
+  for (const [label, grid] of grids) {
+    if (labels.includes(label)) continue;
     grid.node.remove();
-    grids.delete(box);
+    grids.delete(label);
   }
+  $("grids").classList.toggle("several", grids.size > 1);
 }
 
 export function redraw() {

@@ -1,8 +1,8 @@
 // Starts the page: asks for a key where one is needed, listens to /events, and hands what comes to the dashboard.
 
-import { showCluster, showFigures, showRequests } from "./board.js";
+import { showCluster, showFigures, showModels, showRequests } from "./board.js";
 import { startChat } from "./chat.js";
-import { drawTimes, keepBoxes, redraw, showBox } from "./experts.js";
+import { drawTimes, keepGrids, labelOf, redraw, showBox } from "./experts.js";
 import { Figures } from "./figures.js";
 import { showRoutes } from "./routes.js";
 import { ask, eventsOf, keyFromAddress, refusal, setKey, wantsKey } from "./wire.js";
@@ -11,7 +11,7 @@ const $ = (id) => document.getElementById(id);
 const AGAIN_MS = 2000;
 const KINDS = { ready: "good", failed: "bad", stalled: "bad" };
 let figures = new Figures();
-const requests = new Map(); // by box
+const requests = new Map(); // by label of box and model
 
 function view(name) {
   document.body.dataset.view = name;
@@ -59,7 +59,7 @@ async function listen() {
 
 function box(data) {
   showBox(data);
-  requests.set(data.box, data.requests);
+  requests.set(labelOf(data), data.requests);
   showRequests(requests);
 }
 
@@ -70,7 +70,7 @@ function state({ t, figures: changed, health }) {
   if (health) about(health);
 }
 
-function about({ status, model, loading, cannot_start, engine, cluster }) {
+function about({ status, model, models, loading, cannot_start, engine, cluster }) {
   say(loading ? `${loading.phase} ${Math.round(100 * loading.fraction)} %` : status, KINDS[status] ?? "warn");
   trouble(cannot_start?.reason ?? (status === "failed" ? `The engine cannot run: ${engine.last_end}` : ""));
   if (model) {
@@ -79,8 +79,10 @@ function about({ status, model, loading, cannot_start, engine, cluster }) {
     $("facts").textContent = `${model.layers} layers of ${model.experts} experts, ${model.top_k} a token, ${encodings}`;
   }
   showCluster(cluster);
+  showModels(models ?? []);
   const here = cluster ? cluster.members.filter((one) => one.state !== "gone").map((one) => one.node) : [""];
-  keepBoxes(here);
+  for (const one of models ?? []) if (one.state === "ready") here.push(labelOf({ box: cluster?.node, model: one.name }));
+  keepGrids(here);
   for (const name of requests.keys()) if (!here.includes(name)) requests.delete(name);
 }
 

@@ -57,8 +57,11 @@ from edgemoe.cluster.control.messages import (
     FetchParcel,
     ForwardedEmissions,
     ForwardedFrame,
+    ForwardedHttp,
     HandOver,
     Heartbeat,
+    HttpPartQuery,
+    HttpWithdrawal,
     JoinCluster,
     LoadReport,
     LostRequestsQuery,
@@ -125,6 +128,9 @@ class LocalServices(Protocol):
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers messages about requests, snapshots and stores; refuses others. Raises PeerError, WireError."""
 
+    async def next_part(self, question: Question[ControlMessage], asked: HttpPartQuery) -> Answer[ControlMessage]:
+        """Waits for the next part of the answer to a forwarded HTTP request. Raises PeerRefused."""
+
 
 class NoServices:
     """The services of a witness, which has no engine."""
@@ -154,6 +160,9 @@ class NoServices:
         raise PeerRefused("no requests are served here")
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        raise PeerRefused("no requests are served here")
+
+    async def next_part(self, question: Question[ControlMessage], asked: HttpPartQuery) -> Answer[ControlMessage]:
         raise PeerRefused("no requests are served here")
 
 
@@ -387,10 +396,14 @@ class ControlPlane:
                 return Answer(PlanReply(), [memoryview(self.state.plans.bytes_of(digest))])
             case PortProbeRequest():
                 return Answer(await self.port_prober.answer(question.peer))
-            case ForwardedFrame(parcel=Parcel() as parcel):
+            case ForwardedFrame(parcel=Parcel() as parcel) | ForwardedHttp(parcel=Parcel() as parcel):
                 return self._local.serve(await self.parcels.fetch(question, parcel))
             case ForwardedFrame() | ForwardedEmissions() | LostRequestsQuery() | SnapshotRequest():
                 return self._local.serve(question)
+            case ForwardedHttp() | HttpWithdrawal():
+                return self._local.serve(question)
+            case HttpPartQuery():
+                return await self._local.next_part(question, message)
             case _:
                 raise PeerRefused("not a question")
         return None

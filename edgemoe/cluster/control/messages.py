@@ -39,6 +39,7 @@ from edgemoe.types.bounds import (
     Words,
 )
 from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
+from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Phases
 from edgemoe.wire.protocol import Message, MessageLanguage
 
@@ -51,6 +52,7 @@ KEY_BYTES = 16
 ParcelKey = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
 OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
+HttpHeaders = Annotated[tuple[tuple[Word, Text], ...], Meta(max_length=16)]  # by lower-case name
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
 
 
@@ -134,6 +136,20 @@ class EtcdCard(msgspec.Struct, frozen=True):
     run: EtcdRun | None = None  # its last start
 
 
+class FurtherModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Describes a model that a box serves by its name, beside the cluster's."""
+
+    name: Text
+    state: Word
+    info: ModelInfo | None = None  # without sizes of single layers; None where its store cannot be read
+    context_tokens: Count = 0
+    capabilities: Words = ()
+    disk_bytes: Bytes = 0
+    parameters: Bytes = 0
+    ram_bytes: Bytes = 0  # of experts
+    vram_bytes: Bytes = 0
+
+
 class Announce(Message, frozen=True, tag="Announce"):
     """Describes a box, on change or where a Heartbeat asks for it. Reply: Welcome."""
 
@@ -154,6 +170,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     models: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)] = ()  # further ones, beside the cluster's
     cuts: Annotated[tuple[Accusation, ...], Meta(max_length=MAX_NODES)] = ()  # boxes that all cut off, while it leads
     may_leave: bool = False  # it is no home of experts
+    further: Annotated[tuple[FurtherModel, ...], Meta(max_length=MAX_NODES)] = ()  # `models`, described
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -350,6 +367,44 @@ class FrameAccepted(Message, frozen=True, tag="Taken"):
     unwanted: RequestAttempts = ()
 
 
+class ForwardedHttp(Message, frozen=True, tag="Http"):
+    """Brings a client's POST request for a model that the receiver serves by name. Reply: FrameAccepted.
+
+    The tensor is the body. A long body is named by `parcel` instead. The asker then fetches the answer in parts.
+    """
+
+    number: Count  # of the asker's requests
+    path: Text
+    principal: Text
+    headers: HttpHeaders = ()
+    parcel: Parcel | None = None  # the body, where it is long
+
+
+class HttpPartQuery(Message, frozen=True, tag="HttpNext"):
+    """Asks on the second connection for a part of the answer, which confirms all parts before. Reply: HttpPart."""
+
+    number: Count
+    part: Count  # from 0
+
+
+class HttpPart(Message, frozen=True, tag="HttpPart"):
+    """Carries the bytes of an answer since the last part, perhaps none, as its tensor.
+
+    Without `more` the answer ends here. Where it `broke_off` before its own end, the client's connection does, too.
+    """
+
+    status: Annotated[int, Meta(ge=0, le=599)] = 0  # 0: its head has not come yet
+    headers: HttpHeaders = ()
+    more: bool = True
+    broke_off: bool = False
+
+
+class HttpWithdrawal(Message, frozen=True, tag="HttpWithdrawal"):
+    """Withdraws a forwarded HTTP request, whose client has gone. No reply."""
+
+    number: Count
+
+
 class LostRequestsQuery(Message, frozen=True, tag="Check"):
     """Asks once a second which (request, attempt) the engine of that boot has lost. Reply: LostRequestsReply."""
 
@@ -397,6 +452,10 @@ OfRequests = (
     | ParcelPart
     | ForwardedEmissions
     | FrameAccepted
+    | ForwardedHttp
+    | HttpPartQuery
+    | HttpPart
+    | HttpWithdrawal
     | LostRequestsQuery
     | LostRequestsReply
 )

@@ -21,6 +21,7 @@ from edgemoe.cluster.control.messages import (
     ControlMessage,
     FetchParcel,
     ForwardedFrame,
+    ForwardedHttp,
     Parcel,
     ParcelPart,
 )
@@ -59,7 +60,9 @@ class RequestParcels:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def forward(self, node: str, asked: ForwardedFrame, frame: bytes, wanted: Callable[[], bool]) -> None:
+    async def forward(
+        self, node: str, asked: ForwardedFrame | ForwardedHttp, frame: bytes, wanted: Callable[[], bool]
+    ) -> None:
         """Forwards a frame; returns once that box's front has accepted it. Raises PeerError."""
         channel = self._channel
         if len(frame) <= SHORT_BYTES:
@@ -93,7 +96,8 @@ class RequestParcels:
 
     async def fetch(self, question: Question[ControlMessage], parcel: Parcel) -> Question[ControlMessage]:
         """Returns the question with the frame that it names as its tensor. Raises PeerError."""
-        self._check_room()
+        if isinstance(question.message, ForwardedFrame):
+            self._check_room()
         held, free = self._coming[question.peer], MOST_BYTES - self._coming.total()
         if parcel.bytes > free or (held and held + parcel.bytes > free):  # there is always some room for the next box
             raise PeerBusy("too many long requests are on their way here")
