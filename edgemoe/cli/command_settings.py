@@ -25,6 +25,7 @@ def read_settings(args: argparse.Namespace) -> LoadedSettings:
         "model.path": ("--model", getattr(args, "model", None)),
         "api.socket": ("--socket", getattr(args, "socket", None)),
         "api.tcp": ("--host, --port", _address(args)),
+        "model.experts": ("--experts", getattr(args, "experts", None) if args.command == "serve" else None),
         "cluster.join": ("--join", " ".join(getattr(args, "join", None) or ())),
     }
     options = {key: SettingValue(value, origin) for key, (origin, value) in given.items() if value}

@@ -35,9 +35,10 @@ A store holds each expert as one aligned run that is one read from disk. A pack 
 it stopped; packing a finished store again verifies it and mends what is damaged.
 
 With --experts and --dense weights are stored in 8 or 4 bits, which is half and a quarter of what memory, links and
-disk have to hold and move. "keep" leaves them as the checkpoint has them. --experts takes other encodings for some
-layers of experts, by number (from 0), "first" and "last". --check says what that costs on a text: the divergence of
-what the store and the checkpoint foretell.
+disk have to hold and move. "keep" leaves them as the checkpoint has them. --experts auto chooses by the memory of this
+box: the fewest experts to fetch, and of encodings with as few, the least loss; it prints the choice. --experts takes
+other encodings for some layers of experts, by number (from 0), "first" and "last". --check says what that costs on a
+text: the divergence of what the store and the checkpoint foretell.
 
 Shards (model-00001-of-00016.safetensors ...) can be packed while others are still being fetched: --wait takes each as
 it arrives. --delete-shards deletes each one that is packed, so that the disk never has to hold both checkpoint and
@@ -331,7 +332,8 @@ Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` 
 on layers of the model's own shapes with random weights, and how many experts are missing is read from a curve that
 other models' routing gave. It takes up to a minute, more where kernels have to be compiled, and says on standard error
 what it does. With --boxes a layer's missing experts are computed by other boxes or read from the disk, as is faster,
-and the last line compares this with one box. A GPU's speed is not foretold.
+and the last line compares this with one box. A GPU's speed is not foretold. Some encodings are shown;
+--experts all shows every one, --experts q4_k+q6_k that one. The last lines name the choice of --experts auto.
 
 Examples:
   edgemoe plan ./Qwen3-30B-A3B

@@ -8,12 +8,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from edgemoe.cli.auto_encoding import AUTO, ask, resolve_experts
 from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store, spec_at
-from edgemoe.store.checkpoint import check_tokenizer
+from edgemoe.store.checkpoint import CONFIG, check_tokenizer
 from edgemoe.store.files import ARRIVING, lock_store, os_errors_as_store_error
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings
@@ -31,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args).settings
     configure(settings.log)
     become_owner(Path(args.store or settings.model.store_dir))
-    wanted = replace(WantedEncodings.parse(args.experts, args.dense), finite=not args.allow_nonfinite)
     if args.check and args.delete_shards:
         raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")
     text = _read(Path(args.check)) if args.check else ""
     source = Path(args.checkpoint).expanduser()
+    wanted = _wanted(args, source, settings.model.store_dir)
     if (source / MANIFEST).is_file() and (wanted != AS_IT_IS or args.store or args.wait or args.delete_shards):
         raise ConfigError(f"{source} is a packed store, which stays as it is; name the checkpoint to pack")
     if not is_store(source):
@@ -66,6 +67,16 @@ def run(args: argparse.Namespace) -> int:
             quality = compare(store, Path(args.checkpoint), text, progress)
         print(quality)
     return 0
+
+
+def _wanted(args: argparse.Namespace, source: Path, store_dir: str) -> WantedEncodings:
+    """Returns the encodings of the options. Raises ConfigError, CapacityError, CheckpointError."""
+    experts = args.experts
+    if experts == AUTO and (args.wait or args.delete_shards):
+        experts = ask(source / CONFIG, args)
+    elif experts == AUTO:
+        experts = resolve_experts(AUTO, source, args, store_dir, args.dense)
+    return replace(WantedEncodings.parse(experts, args.dense), finite=not args.allow_nonfinite)
 
 
 def _pack_in_place(checkpoint: str, store_dir: Path, wanted: WantedEncodings, progress: Progress) -> Path:

@@ -99,6 +99,7 @@ def serve(subparsers: Any) -> None:
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
     parser.add_argument("--host", metavar="HOST", help="listen by TCP, too, on this address (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="listen by TCP, too, on this port (default: 8080)")
+    parser.add_argument("--experts", metavar="ENCODING", help="where the model is packed now, as in `pack`; or auto")
     help_text = "a box of a cluster to join; may be given several times (docs/cluster.md)"
     parser.add_argument("--invite", metavar="TOKEN", help="join a cluster by this invitation first")
     parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", action="append", help=help_text)
@@ -107,9 +108,7 @@ def serve(subparsers: Any) -> None:
 
 def pack(subparsers: Any) -> None:
     """Adds the command `edgemoe pack`."""
-    parser = command(
-        subparsers, "pack", "edgemoe.cli.pack:run", "turn a Hugging Face checkpoint into a store", texts.PACK
-    )
+    parser = command(subparsers, "pack", "edgemoe.cli.pack:run", "turn a checkpoint into a store", texts.PACK)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and *.safetensors")
     parser.add_argument("store", metavar="STORE", nargs="?", help="directory to write (default: in model.store_dir)")
     _encoding_options(parser)
@@ -160,7 +159,7 @@ def run(subparsers: Any) -> None:
     summary = "fetch a model where it is not here, serve it, and chat with it"
     parser = command(subparsers, "run", "edgemoe.cli.run_command:run", summary, texts.RUN)
     parser.add_argument("model", metavar="MODEL", help="a short name, OWNER/NAME, a store, a checkpoint, or `demo`")
-    parser.add_argument("--experts", metavar="ENCODING", default="keep", help="of a model to fetch, as in `pull`")
+    parser.add_argument("--experts", metavar="ENCODING", default="keep", help="of a model that is packed, as in `pack`")
     parser.add_argument("--quant", metavar="NAME", default="", help="of a model to fetch, as in `pull`")
     _chat_options(parser)
 
@@ -290,6 +289,7 @@ def plan(subparsers: Any) -> None:
     parser.add_argument(
         "--routing", choices=("usual", "even"), default="usual", help="how unevenly experts are chosen (default: usual)"
     )
+    parser.add_argument("--experts", metavar="ENCODING", default="", help="as in `pack`, or `all` (default: some)")
     parser.add_argument("--json", action="store_true", help="for programs")
     settings_options(parser)
 
@@ -384,7 +384,7 @@ def key(subparsers: Any) -> None:
 def _encoding_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the encodings of a store's weights."""
     parser.add_argument(
-        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, q4_k, iq4_nl, int8, bf16, keep"
+        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="auto, int4, q4_k, int8, bf16, keep"
     )
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of others: int4, int8, bf16, f32, keep")
     parser.add_argument("--allow-nonfinite", action="store_true", help="pack weights that are not numbers, too")

@@ -7,12 +7,13 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+from edgemoe.cli.auto_encoding import AUTO, ask_for_repository
 from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
-from edgemoe.store.layout import WantedEncodings
+from edgemoe.store.layout import KEEP, WantedEncodings
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure
 
@@ -33,7 +34,10 @@ def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) 
 
     if args.rate:
         raise ConfigError("--rate is for --from-peers")
-    wanted = replace(WantedEncodings.parse(args.experts, args.dense), finite=not args.allow_nonfinite)
+    experts = args.experts
+    if experts == AUTO:
+        experts = KEEP if args.quant else ask_for_repository(args.model, args.revision, args)
+    wanted = replace(WantedEncodings.parse(experts, args.dense), finite=not args.allow_nonfinite)
     return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision, quant=args.quant)
 
 

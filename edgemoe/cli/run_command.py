@@ -21,6 +21,7 @@ import msgspec
 
 from edgemoe import demo
 from edgemoe.cli import conversation
+from edgemoe.cli.auto_encoding import AUTO, ask_for_repository, with_encoding
 from edgemoe.cli.client import Client, WaitingLine, socket_of, wait_for_engine
 from edgemoe.cli.command_settings import read_settings, show_progress
 from edgemoe.cli.serve_command import check_processor, written_paths
@@ -32,7 +33,7 @@ from edgemoe.rights import become_owner
 from edgemoe.store.catalog import HUB_NAME, resolve, store_of
 from edgemoe.store.download import download
 from edgemoe.store.hub_names import hub_name
-from edgemoe.store.layout import WantedEncodings
+from edgemoe.store.layout import KEEP, WantedEncodings
 from edgemoe.store.manifest import model_of
 from edgemoe.telemetry.log import configure
 
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     configure(settings.log)
     become_owner(*written_paths(settings), env=os.environ)
     check_processor()
-    store = store_of(msgspec.structs.replace(settings.model, path=_find(args, settings.model)), show_progress).path
+    experts = settings.model.experts if args.experts == KEEP else args.experts
+    found = msgspec.structs.replace(settings.model, path=_find(args, settings.model), experts=experts)
+    store = store_of(with_encoding(found, args), show_progress).path
     with _daemon(args, settings, store) as process, Client(path) as client:
         line = WaitingLine()
         try:
@@ -79,7 +82,7 @@ def _served_name(client: Client, path: Path, name: str) -> str:
 def _find(args: argparse.Namespace, model: ModelSettings) -> str:
     """Returns a path, a store here, or one that is fetched from the hub now; "" for the demo model."""
     name = str(args.model)
-    is_variant = (args.experts, args.quant) != ("keep", "")
+    is_variant = args.experts not in (KEEP, AUTO) or bool(args.quant)
     if Path(name).expanduser().exists():
         return name
     if name == DEMO:
@@ -91,8 +94,11 @@ def _find(args: argparse.Namespace, model: ModelSettings) -> str:
         if not HUB_NAME.fullmatch(hub_name(name)):
             raise
     print(f"{hub_name(name)} is fetched from the hub.", file=sys.stderr)
+    experts = args.experts
+    if experts == AUTO:
+        experts = KEEP if args.quant else ask_for_repository(name, "main", args)
     with show_progress(f"pulling {name}") as progress:
-        wanted = WantedEncodings.parse(args.experts, "keep")
+        wanted = WantedEncodings.parse(experts, KEEP)
         return str(download(name, model.store_dir, wanted, progress, quant=args.quant))
 
 

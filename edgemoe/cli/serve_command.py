@@ -35,6 +35,7 @@ EVERYWHERE = ("0.0.0.0", "[::]")
 
 def serve(args: argparse.Namespace) -> int:
     """Packs the model where it is not packed yet, then runs the daemon until a signal ends it."""
+    from edgemoe.cli.auto_encoding import with_encoding
     from edgemoe.front import main as daemon
     from edgemoe.store.catalog import store_of
 
@@ -53,13 +54,16 @@ def serve(args: argparse.Namespace) -> int:
     ports = daemon.reserve(loaded.settings)
     settings = loaded.settings
     if settings.model.path or not settings.models:
-        settings = msgspec.structs.replace(settings, model=store_of(settings.model, show_progress))
+        model = with_encoding(settings.model, args)
+        settings = msgspec.structs.replace(settings, model=store_of(model, show_progress))
     return daemon.run(
         settings,
         on_ready=lambda: print(ready_text(settings), flush=True),
         ports=ports,
         reread=lambda: read_settings(args).settings,
-        find_store=lambda model, progress: store_of(model, lambda _: contextlib.nullcontext(progress)),
+        find_store=lambda model, progress: store_of(
+            with_encoding(model, args), lambda _: contextlib.nullcontext(progress)
+        ),
     )
 
 

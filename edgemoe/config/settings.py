@@ -40,6 +40,7 @@ class SettingsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class ModelSettings(SettingsSection, frozen=True, kw_only=True):
     path: Text = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
+    experts: Text = "keep"  # encoding of experts where a checkpoint is packed, as in `edgemoe pack`; or "auto"
     name: Text = ""  # the name that clients use; "" is the directory's name
     store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
     # folders on other disks with copies of packed stores: experts are read from all disks side by side

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.encodings.rows import LEVELS
-from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, Encoding
+from edgemoe.types.encoding import LANE_COLUMNS, MIDDLE, ZERO, Encoding
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -54,9 +54,10 @@ def lines(factors: Factors, encoding: Encoding, columns: int) -> tuple[Floats, F
     """Returns scale and minimum of each column, float32 [R, C]: a weight is code * scale + minimum."""
     scale = _by_column(numbers_of(factors["scale"]), encoding.group, columns)
     scale = scale * _parts(factors, "scale", encoding, columns)
-    if encoding.offset == MINIMUM:
+    if encoding.offset != MIDDLE:
         minimum = _by_column(numbers_of(factors["minimum"]), encoding.group, columns)
-        return scale, minimum * _parts(factors, "minimum", encoding, columns)
+        of = scale if encoding.offset == ZERO else _parts(factors, "minimum", encoding, columns)
+        return scale, minimum * of
     return scale, -scale * np.float32(0 if encoding.levels else encoding.middle)
 
 
@@ -83,13 +84,16 @@ def encode_affine(weights: Floats, encoding: Encoding) -> tuple[Bytes, dict[str,
     rows, columns = weights.shape
     whole = np.pad(weights, ((0, 0), (0, -columns % encoding.group)), mode="edge")
     shared = whole.reshape(rows, -1, encoding.part or encoding.group)
-    if encoding.offset == MINIMUM:
+    if encoding.offset != MIDDLE:
         scale, minimum = _searched_line(shared, (1 << encoding.bits) - 1)
     else:
         scale, minimum = _searched_scale(shared, encoding), np.zeros(shared.shape[:2], np.float32)
     factors: dict[str, npt.NDArray[np.generic]] = {}
     _put(factors, "scale", scale, encoding, columns)
-    if encoding.offset == MINIMUM:
+    if encoding.offset == ZERO:
+        stored = numbers_of(factors["scale"])
+        minimum = np.rint(np.divide(minimum, stored, out=np.zeros_like(minimum), where=stored != 0))
+    if encoding.offset != MIDDLE:
         _put(factors, "minimum", minimum, encoding, columns)
     line, below = lines(factors, encoding, columns)
     return _nearest_codes(weights, line, below, encoding), factors

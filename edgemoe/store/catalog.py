@@ -27,11 +27,12 @@ from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_config, read_
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.hub_names import hub_name, suggestion
-from edgemoe.store.layout import WantedEncodings, plan, precision
+from edgemoe.store.layout import KEEP, WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
 from edgemoe.store.packer import Progress, ensure_store, no_progress
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.sources import check_method, quantisation
+from edgemoe.store.sources import check_method, is_reordered, quantisation
+from edgemoe.types.encoding import zero_encoding
 from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
@@ -75,12 +76,24 @@ def _kept(config: Mapping[str, Any]) -> str:
     if (method := given.get("quant_method")) in KEPT:
         return KEPT[method]
     if method in ("awq", "gptq", "auto-round"):
-        return "int8" if given.get("bits") == 8 else "int4"
+        return _of_groups(8 if given.get("bits") == 8 else 4, given.get("group_size"), is_reordered(config))
     if method == "modelopt":
         return "fp8" if given.get("quant_algo") == "FP8" else "int4"
     weights = [(group.get("weights") or {}) for group in (given.get("config_groups") or {}).values()]
+    if any(about.get("type", "int") == "int" and about.get("symmetric") is False for about in weights):
+        about = weights[0]
+        return _of_groups(8 if about.get("num_bits") == 8 else 4, about.get("group_size"), is_reordered(config))
     kinds = {f"{about.get('type', 'int')}{about.get('num_bits', '')}" for about in weights}
-    return {"int4": "int4", "int8": "int8", "float8": "fp8"}.get(min(kinds, default=""), "")
+    held = {"int4": "int4", "int8": "int8", "float8": "fp8"}
+    held["float4"] = "mxfp4" if "mxfp4" in str(given.get("format")) else "int4"
+    return held.get(min(kinds, default=""), "")
+
+
+def _of_groups(bits: int, group: object, is_reordered: bool) -> str:
+    """Returns the encoding of codes in groups with zero points; of rows with one scale, `group` is -1 or None."""
+    size = group if isinstance(group, int) and group > 0 else 128
+    held = None if is_reordered else zero_encoding(bits, size)
+    return held.name if held else "int8" if bits == 8 else "int4"
 
 
 P = ParamSpec("P")
@@ -167,7 +180,7 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
     elif not (path / MANIFEST).is_file():
         raise StoreError(f"{path} is {UNFINISHED}")
     with progress(f"packing {path.name}") as advance:
-        store = ensure_store(path, model.store_dir, advance)
+        store = ensure_store(path, model.store_dir, advance, WantedEncodings.parse(model.experts, KEEP))
     return msgspec.structs.replace(model, path=str(store.absolute()), name=model.name or Manifest.load(store).name)
 
 

@@ -71,6 +71,21 @@ def download(
     return store
 
 
+def fetch_config(repository: str, revision: str, folder: Path) -> bool:
+    """Fetches a repository's configuration. Returns False for one of GGUF files, which has none to go by.
+
+    Raises HubError.
+    """
+    hub = Hub()
+    listing = hub.list_repository(hub_name(repository), revision)
+    if not listing.shards and not listing.is_indexed:
+        return False
+    for name in (CONFIG, MODELOPT):
+        if name == CONFIG or name in listing.files:
+            hub.fetch(listing, listing.file(name), folder, lambda _: None)
+    return True
+
+
 class _Download:
     """One run of `download`, under the lock of the folder that files come to."""
 

@@ -1,4 +1,4 @@
-"""Reads quantised weights of other tools' formats that no encoding of a store holds; the packer re-encodes them.
+"""Reads quantised weights of other tools: kept exactly in groups with zero points, re-encoded otherwise.
 
 AWQ     X.qweight [C, R / 8], the even ones of 8 columns first. X.qzeros [G, R / 8]. X.scales [G, R].
 GPTQ    X.qweight [C bits / 32, R]. X.qzeros [G, R bits / 32]. X.scales [G, R]. X.g_idx [C] if columns are reordered.
@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.encodings.affine import bits_of_numbers, join_factors
 from edgemoe.encodings.bfloat import from_bf16
 from edgemoe.encodings.codec import E4M3
-from edgemoe.encodings.rows import E2M1
+from edgemoe.encodings.rows import E2M1, join
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.sources import Bytes, Floats, ReadBytes, Shape, SourceTensor
-from edgemoe.types.encoding import INT4, INT8, Encoding
+from edgemoe.types.encoding import INT4, INT8, LANE_COLUMNS, ZERO, Encoding, zero_encoding
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each half byte of a word has
 MOST_INT4_BITS = 5.0  # a weight: smaller ones are re-encoded in int4, larger ones in int8
@@ -30,6 +32,27 @@ NUMPY_TYPES = {"I32": "<i4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1",
 Integers = npt.NDArray[np.int32]
 Decode = Callable[..., Floats]  # of the tensors, as they lie in the checkpoint, into [R, C]
 Left = Mapping[str, CheckpointTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GptqLayout:
+    """The properties of GPTQ's and AutoRound's tensors that only the configuration tells."""
+
+    less: int  # by which stored zero points are too small
+    is_reordered: bool  # groups are of columns that do not lie side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A matrix as whole numbers: a weight is (code - point) * scale, of the group of its column."""
+
+    codes: Integers  # [R, C]
+    scales: Floats  # [R, G]
+    points: Integers  # [R, G]
+    group: npt.NDArray[np.integer[Any]]  # [C]
+
+
+TakeApart = Callable[..., Grouped]  # of the tensors, as they lie in the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +90,92 @@ class DecodedTensor(SourceTensor):
         return np.ascontiguousarray(made[first:after], np.float32)
 
 
-def find_foreign(left: Left, name: str, shape: Shape, less: int) -> DecodedTensor | None:
+@dataclass(frozen=True, slots=True)
+class GroupedTensor(SourceTensor):
+    """A matrix of codes in groups with zero points, that `apart` makes of whole tensors.
+
+    `held` is the encoding that has the same weights; None where columns are reordered, or groups do not fit.
+    """
+
+    parts: tuple[CheckpointTensor, ...] = ()
+    apart: TakeApart = Grouped
+    bits: float = 4.0
+    held: Encoding | None = None
+    size: int = 0  # columns of a group
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    @property
+    def kept_as(self) -> str:
+        return (self.held or (INT4 if self.bits < MOST_INT4_BITS else INT8)).name
+
+    @property
+    def is_approximated(self) -> bool:
+        return self.held is None
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        return self.parts
+
+    def keeps(self, encoding: Encoding) -> bool:
+        if self.held is None or encoding.offset != ZERO or encoding.bits < self.held.bits:
+            return False
+        return self.size % encoding.group == 0 or self.size >= self.shape[-1]
+
+    def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
+        found = self._read(read)
+        try:
+            points, scales = (each[first:after, found.group] for each in (found.points, found.scales))
+        except IndexError as error:
+            raise CheckpointError(f"{self.codes.file}: {self.name}: its columns name groups that it has not") from error
+        product: Floats = (found.codes[first:after] - points).astype(np.float32) * scales
+        return product
+
+    def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:
+        found, columns = self._read(read), self.shape[-1]
+        if not np.array_equal(found.group, np.arange(columns) // self.size):
+            raise CheckpointError(
+                f"{self.codes.file}: {self.name} has reordered columns, of which config.json says nothing; pack it "
+                "with another encoding, as in --experts int8"
+            )
+        which = found.group[:: encoding.group]
+        points = found.points[first:after, which].astype(np.float32)
+        factors = {"scale": bits_of_numbers(found.scales[first:after, which]), "minimum": bits_of_numbers(-points)}
+        return join(found.codes[first:after].astype(np.uint8), join_factors(factors, encoding), encoding)
+
+    def _read(self, read: ReadBytes) -> Grouped:
+        return self.apart(*(_array(part, read) for part in self.parts))
+
+
+def _held(bits: int, columns: int, size: int, scales: CheckpointTensor) -> Encoding | None:
+    """Returns the encoding that holds groups of `size` columns with zero points; None without one.
+
+    Scales in bfloat16 are held where float16 has them, which is from 2^-17 on; `check_scales` tells of others.
+    """
+    if scales.dtype not in ("F16", "BF16") or columns % LANE_COLUMNS:
+        return None
+    return zero_encoding(bits, columns if size >= columns else size)
+
+
+def group_size(columns: int, groups: int) -> int:
+    """Returns the columns of a group, of which the last one may have fewer: then it is a power of two."""
+    if columns % groups == 0:
+        return columns // groups
+    return next((size for size in (1 << i for i in range(3, 15)) if -(-columns // size) == groups), 1)
+
+
+def find_foreign(left: Left, name: str, shape: Shape, about: GptqLayout) -> SourceTensor | None:
     """Returns the matrix of this name where it is there in one of these ways, None where it is not.
 
-    Zero points of GPTQ are stored as numbers that are `less` than they are. Raises CheckpointError, UnsupportedModel.
+    Raises CheckpointError, UnsupportedModel.
     """
     base = name.removesuffix(".weight")
     if (words := left.get(f"{base}.qweight")) is not None:
-        return _of_words(left, name, base, shape, words, less)
+        return _of_words(left, name, base, shape, words, about)
     if (packed := left.get(f"{name}_packed")) is not None and packed.dtype == "I32":
-        return _with_zeros(left, name, shape, packed) if _has_zeros(left, name) else None
+        return _with_zeros(left, name, shape, packed, about) if _has_zeros(left, name) else None
     codes = packed or left.get(name)
     if codes is not None and codes.dtype == "U8" and len(shape) == 2:
         return _nvfp4(left, name, shape, codes)
@@ -92,7 +191,9 @@ def _has_zeros(left: Left, name: str) -> bool:
     return f"{name}_zero_point" in left or f"{name}_g_idx" in left
 
 
-def _of_words(left: Left, name: str, base: str, shape: Shape, words: CheckpointTensor, less: int) -> DecodedTensor:
+def _of_words(
+    left: Left, name: str, base: str, shape: Shape, words: CheckpointTensor, about: GptqLayout
+) -> GroupedTensor:
     """Returns a matrix of AWQ or GPTQ. The shape of `qweight` tells which: AWQ packs rows, GPTQ packs columns."""
     rows, columns = _matrix(shape, words)
     zeros, scales, order = (left.get(f"{base}.{part}") for part in ("qzeros", "scales", "g_idx"))
@@ -104,17 +205,22 @@ def _of_words(left: Left, name: str, base: str, shape: Shape, words: CheckpointT
     if words.shape == (columns, rows // 8) and rows % 8 == 0:
         if zeros is None or zeros.shape != (groups, rows // 8):
             raise CheckpointError(f"{words.file}: {base} is one of AWQ, and its qzeros are missing or do not fit")
-        return DecodedTensor(name, shape, "awq", words, parts=(words, zeros, scales), decode=_awq)
+        size = group_size(columns, groups)
+        held, whole = _held(4, columns, size, scales), (words, zeros, scales)
+        return GroupedTensor(name, shape, "awq", words, scales, parts=whole, apart=_awq, held=held, size=size)
     bits = 32 * words.shape[0] / columns
     if words.shape[1:] != (rows,) or bits not in (2, 3, 4, 8):
         raise CheckpointError(f"{words.file}: {words.name} of shape {list(words.shape)} cannot hold {list(shape)}")
     if zeros is None or zeros.shape != (groups, rows * int(bits) // 32):
         raise CheckpointError(f"{words.file}: {base} is one of GPTQ, and its qzeros are missing or do not fit")
     parts = (words, zeros, scales) if order is None else (words, zeros, scales, order)
-    return DecodedTensor(name, shape, "gptq", words, parts=parts, decode=_gptq(int(bits), less), bits=bits)
+    size = group_size(columns, groups)
+    held = None if about.is_reordered and order is not None else _held(int(bits), columns, size, scales)
+    apart = _gptq(int(bits), about.less)
+    return GroupedTensor(name, shape, "gptq", words, scales, parts=parts, apart=apart, bits=bits, held=held, size=size)
 
 
-def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor) -> DecodedTensor:
+def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor, about: GptqLayout) -> GroupedTensor:
     """Returns an asymmetric matrix of compressed-tensors, or one with reordered columns."""
     rows, columns = _matrix(shape, packed)
     scales, zeros, order = (left.get(f"{name}_{part}") for part in ("scale", "zero_point", "g_idx"))
@@ -126,7 +232,7 @@ def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor) -
         raise CheckpointError(f"{scales.file}: scales or zero points of {name} do not fit {list(shape)}")
     present = [part for part in (zeros, order) if part is not None]
 
-    def decode(words: Integers, scales: Floats, *others: Integers) -> Floats:
+    def apart(words: Integers, scales: Floats, *others: Integers) -> Grouped:
         rest = list(others)
         codes = _unpacked(words, bits, columns)
         points = np.full((rows, groups), 1 << (bits - 1), np.int32)
@@ -134,11 +240,14 @@ def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor) -
             held = rest.pop(0)
             packed_zeros = held.shape[0] != rows
             points = _unpacked(held.T, bits, rows).T if packed_zeros else held.astype(np.int32) + (1 << (bits - 1))
-        group = rest[0] if rest else np.arange(columns) * groups // columns
-        return (codes - points[:, group]).astype(np.float32) * scales[:, group]
+        group = rest[0] if rest else np.arange(columns) // size
+        return Grouped(codes, scales.astype(np.float32), points, group)
 
-    return DecodedTensor(
-        name, shape, "zeros", packed, parts=(packed, scales, *present), decode=decode, bits=float(bits)
+    size = group_size(columns, groups)
+    held = None if about.is_reordered and order is not None else _held(bits, columns, size, scales)
+    parts = (packed, scales, *present)
+    return GroupedTensor(
+        name, shape, "zeros", packed, scales, parts=parts, apart=apart, bits=float(bits), held=held, size=size
     )
 
 
@@ -160,9 +269,9 @@ def _nvfp4(left: Left, name: str, shape: Shape, codes: CheckpointTensor) -> Deco
     return DecodedTensor(name, shape, "nvfp4", codes, parts=(codes, scales, whole), decode=decode)
 
 
-def _awq(words: Integers, zeros: Integers, scales: Floats) -> Floats:
-    group = np.arange(len(words)) * len(scales) // len(words)
-    return ((_awq_columns(words) - _awq_columns(zeros)[group]).astype(np.float32) * scales[group]).T
+def _awq(words: Integers, zeros: Integers, scales: Floats) -> Grouped:
+    group = np.arange(len(words)) // group_size(len(words), len(scales))
+    return Grouped(_awq_columns(words).T, scales.T, _awq_columns(zeros).T, group)
 
 
 def _awq_columns(words: Integers) -> Integers:
@@ -173,15 +282,15 @@ def _awq_columns(words: Integers) -> Integers:
     return columns.reshape(len(words), -1)
 
 
-def _gptq(bits: int, less: int) -> Decode:
-    def decode(words: Integers, zeros: Integers, scales: Floats, order: Integers | None = None) -> Floats:
+def _gptq(bits: int, less: int) -> TakeApart:
+    def apart(words: Integers, zeros: Integers, scales: Floats, order: Integers | None = None) -> Grouped:
         columns, rows = 32 * len(words) // bits, words.shape[1]
         codes = _unpacked(words.T, bits, columns)  # [R, C]
         points = (_unpacked(zeros, bits, rows) + less).T  # [R, G]
-        group = np.arange(columns) * len(scales) // columns if order is None else order
-        return (codes - points[:, group]).astype(np.float32) * scales.T[:, group]
+        group = np.arange(columns) // group_size(columns, len(scales)) if order is None else order
+        return Grouped(codes, scales.T, points, group)
 
-    return decode
+    return apart
 
 
 def _unpacked(words: Integers, bits: int, count: int) -> Integers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint, CheckpointTensor
-from edgemoe.store.foreign_weights import find_foreign, has_foreign
+from edgemoe.store.foreign_weights import GptqLayout, find_foreign, has_foreign
 from edgemoe.store.sources import (
     UNUSED,
     EncodedRows,
@@ -16,6 +16,7 @@ from edgemoe.store.sources import (
     SourceTensor,
     find_source,
     has_source,
+    is_reordered,
     quantisation,
     transforms,
     zeros_are_less,
@@ -101,8 +102,8 @@ class SourceTensors:
         if len(found) > 1:
             raise CheckpointError(f"{where}: {' and '.join(found)} are the same tensor")
         config = self._checkpoint.config
-        less = int(zeros_are_less(config))
-        source = find_foreign(self._left, found[0], shape, less) or find_source(self._left, found[0], shape, config)
+        layout = GptqLayout(int(zeros_are_less(config)), is_reordered(config))
+        source = find_foreign(self._left, found[0], shape, layout) or find_source(self._left, found[0], shape, config)
         for tensor in source.tensors:
             del self._left[tensor.name]
         self.rounded += source.kind == "F16"

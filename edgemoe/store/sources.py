@@ -88,6 +88,11 @@ class SourceTensor:
         """Returns the tensors of the checkpoint that it is made of."""
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
+    @property
+    def factors(self) -> tuple[CheckpointTensor, ...]:
+        """Returns the tensors with scales and minima."""
+        return () if self.scales is None else (self.scales,)
+
     def number(self, index: Shape) -> int:
         """Returns the place in its stack of the matrix, or the vector, of this index."""
         number = 0
@@ -359,6 +364,13 @@ def zeros_are_less(config: Mapping[str, Any]) -> bool:
     if given.get("quant_method") == "auto-round":
         return PACKINGS.get(given.get("packing_format", "auto_round:auto_gptq"), True)
     return bool(given.get("checkpoint_format", "gptq") != "gptq_v2")
+
+
+def is_reordered(config: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint has groups of columns that do not lie side by side, by its configuration."""
+    given = quantisation(config)
+    orders = [(group.get("weights") or {}).get("actorder") for group in (given.get("config_groups") or {}).values()]
+    return bool(given.get("desc_act")) or any(order in ("group", "dynamic") for order in orders)
 
 
 def _modelopt_faults(given: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.durable import NewFile
+from edgemoe.encodings.bfloat import from_bf16
 from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.files import (
@@ -70,14 +71,37 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
 
 
 def check_scales(plans: Iterable[FilePlan]) -> None:
-    """Reads the exponents that files will be made of. Raises CheckpointError where one stands for no number."""
-    pieces = (piece for plan in plans for run in plan.runs for piece in run.pieces if isinstance(piece, EncodedRows))
+    """Reads the exponents that files will be made of. Raises CheckpointError where one stands for no number.
+
+    Logs how many scales in bfloat16 an encoding rounds, whose own are float16.
+    """
+    runs = [run for plan in plans for run in plan.runs]
+    pieces = [piece for run in runs for piece in run.pieces if isinstance(piece, EncodedRows)]
     scales = {piece.source.scales for piece in pieces}
     with CheckpointReader() as reader:
+        _tell_rounded(pieces, reader)
         for tensor in sorted((each for each in scales if each is not None), key=lambda each: each.name):
             for block in blocks(tensor.bytes) if tensor.dtype in EXPONENTS else ():
                 if (reader.stretch(tensor, block.start, block.stop - block.start) == NO_NUMBER).any():
                     raise CheckpointError(f"{tensor.file}: {tensor.name} has a scale that is no number (E8M0 255)")
+
+
+def _tell_rounded(pieces: Iterable[EncodedRows], reader: CheckpointReader) -> None:
+    narrow = {
+        tensor
+        for piece in pieces
+        if piece.encoding.is_affine and piece.source.keeps(piece.encoding)
+        for tensor in piece.source.factors
+        if tensor.dtype == "BF16"
+    }
+    rounded = count = 0
+    for tensor in sorted(narrow, key=lambda each: (each.file, each.offset)):
+        values = from_bf16(reader.stretch(tensor, 0, tensor.bytes).view(np.uint16))
+        with np.errstate(over="ignore"):
+            rounded += int((values.astype(np.float16).astype(np.float32) != values).sum())
+        count += values.size
+    if rounded:
+        log.warning("%d of %d scales in bfloat16 are no numbers of float16, and are rounded", rounded, count)
 
 
 def intact(store: Path, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:

@@ -1,8 +1,8 @@
 """Encodings of weights: how the numbers of a matrix lie in bytes.
 
 An affine encoding holds unsigned codes, and for each group a scale; a weight is (code - middle) * scale
-or code * scale + minimum. With `part`, scale and minimum are products: of a number for each group
-and a whole number for each part of it, as in K-quants [GGML].
+or code * scale + minimum. The minimum may be a multiple of the scale: minus a zero point. With `part`, scale and
+minimum are products: of a number for each group and a whole number for each part of it, as in K-quants [GGML].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LANE_COLUMNS = 32  # columns in one run of a row, one for each lane of a vector
-MIDDLE, MINIMUM = "middle", "minimum"
+MIDDLE, MINIMUM, ZERO = "middle", "minimum", "zero"
 
 
 class FactorArray(NamedTuple):
@@ -35,7 +35,7 @@ class Encoding:
     group: int = 0  # weights that share one scale; 0: there are no scales
     scale_bytes: int = 0
     is_affine: bool = False  # scales and minima are float16
-    offset: str = MIDDLE
+    offset: str = MIDDLE  # MINIMUM: groups have minima; ZERO: minima that are multiples of the scale
     part: int = 0  # weights that share whole numbers; 0: there are none
     levels: bool = False  # codes are looked up in `encodings.rows.LEVELS`
 
@@ -55,7 +55,7 @@ class Encoding:
         if not self.group:
             return ()
         arrays = [FactorArray("scale", self.group, self.scale_bytes)]
-        if self.offset == MINIMUM:
+        if self.offset != MIDDLE:
             arrays.append(FactorArray("minimum", self.group, self.scale_bytes))
         if self.part:
             names = ("scale", "minimum") if self.offset == MINIMUM else ("scale",)
@@ -107,7 +107,19 @@ Q5_1 = _affine("q5_1", 5, 32, MINIMUM)
 Q4_0 = _affine("q4_0", 4, 32)
 Q4_1 = _affine("q4_1", 4, 32, MINIMUM)
 IQ4_NL = _affine("iq4_nl", 4, 32, levels=True)
-AFFINE = (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, IQ4_NL)
+A4_64, A8_64 = _affine("a4_64", 4, 64, MINIMUM), _affine("a8_64", 8, 64, MINIMUM)
+Z4_32, Z4_128 = _affine("z4_32", 4, 32, ZERO), _affine("z4_128", 4, 128, ZERO)
+Z8_32, Z8_128 = _affine("z8_32", 8, 32, ZERO), _affine("z8_128", 8, 128, ZERO)
+GGUF_AFFINE = (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, IQ4_NL)
+AFFINE = (*GGUF_AFFINE, A4_64, A8_64, Z4_32, Z4_128, Z8_32, Z8_128)
+
+
+def zero_encoding(bits: int, group: int) -> Encoding | None:
+    """Returns the smallest encoding that holds codes with zero points in groups of `group` columns, if there is one."""
+    fitting = (Z4_128, Z4_32) if bits <= 4 else (Z8_128, Z8_32)
+    return next((each for each in fitting if group % each.group == 0), None)
+
+
 PAIR = "+"  # between the names of the encodings of gate and up, and of down, where they differ
 ENCODINGS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4, MXFP4, FP8, *AFFINE)}
 

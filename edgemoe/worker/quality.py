@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -145,7 +146,14 @@ def _in_float32(spec: ModelSpec) -> ModelSpec:
     return replace(spec, dtype="float32", encodings=encodings)
 
 
-def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Progress) -> StoreQuality:
+class Predictor(Protocol):
+    """Reads windows of text, and may remember them."""
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Returns the logits after each token, float32 [T, V]."""
+
+
+def summary(ids: list[int], theirs: Predictor, ours: Predictor, progress: Progress) -> StoreQuality:
     """Compares the predictions of two models; `theirs` is the reference."""
     tokens = same = 0
     divergence = surprise = reference = 0.0

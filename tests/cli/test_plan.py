@@ -184,6 +184,19 @@ def test_a_disk_that_may_not_be_written_to_is_not_measured(
     assert disk.disk_rate(tmp_path) == 0
 
 
+def test_times_of_sizes_between_two_are_between_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, read = [4 << 20, 1 << 20, 2 << 20], set[int]()
+
+    def together(_file: object, _threads: object, size: int, count: int) -> float:
+        read.add(size)
+        return 1e-3 + count * size / 1e9
+
+    monkeypatch.setattr(disk, "_together_s", together)
+    found = disk.read_times(tmp_path, sizes, (1, 8))
+    assert found == [pytest.approx([1e-3 + count * size / 1e9 for count in (1, 8)]) for size in sizes]
+    assert read == {1 << 20, 4 << 20}
+
+
 def test_plans_without_a_measured_disk_predict_no_misses(tmp_path: Path) -> None:
     (variant, *_) = find_model(str(MODEL / "config.json"), tmp_path).variants()
     settings = Settings(memory=MemorySettings(ram_bytes=2 << 20))
@@ -229,7 +242,7 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
     monkeypatch.setattr(plan_command, "link_kernels", lambda *_: None)
     question = PlanOptions(16, 1, 32, 1, "usual")
-    planner, measured = plan_command._measure(subject, question, settings, PhaseReport(), math.inf)
+    planner, measured = plan_command._measure(list(subject.variants()), question, settings, PhaseReport(), math.inf)
     forecasts = [planner.forecast(*each) for each in measured]
     assert timed == [each.encoding for each in forecasts if not each.why] == [smallest.label]
     assert all("dense weights" in each.why for each in forecasts[:-1])
@@ -247,13 +260,13 @@ def test_compiling_counts_towards_the_deadline_and_only_fitting_models_are_compi
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
     monkeypatch.setattr(plan_command, "link_kernels", compile_slowly)
-    subject = find_model(str(MODEL / "config.json"), tmp_path)
+    variants = list(find_model(str(MODEL / "config.json"), tmp_path).variants())
     question, settings = PlanOptions(16, 1, 32, 1, "usual"), Settings()
-    _, measured = plan_command._measure(subject, question, settings, PhaseReport(), rates.DEADLINE_S)
+    _, measured = plan_command._measure(variants, question, settings, PhaseReport(), rates.DEADLINE_S)
     assert {times.why for _, times in measured} == {rates.LATE}
     assert compiled == [50.0]
     monkeypatch.setattr(probes, "probe_machine", lambda **_: Machine(16 << 30, 1 << 20, 2, None))
-    _, measured = plan_command._measure(subject, question, settings, PhaseReport(), math.inf)
+    _, measured = plan_command._measure(variants, question, settings, PhaseReport(), math.inf)
     assert {times.why for _, times in measured} == {"it does not fit"}
     assert len(compiled) == 1
 
@@ -300,7 +313,7 @@ def test_nothing_is_begun_after_the_deadline(token_s: float, monkeypatch: pytest
     late = [times.why for times in found if not times.prompt_s]
     assert late
     assert all(why == rates.LATE for why in late)
-    assert said[0].startswith("measuring bfloat16, 1 of 4")
+    assert said[0].startswith("measuring bfloat16, 1 of 6")
 
 
 def test_a_prompt_that_takes_too_long_is_foretold_by_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:

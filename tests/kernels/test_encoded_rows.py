@@ -19,13 +19,26 @@ from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.encoded.row_code import BYTES, FLOATS, WORDS, make_byte_rows, make_encoded_rows, make_row_code
 from edgemoe.kernels.cpu.kernel_context import KernelContext
-from edgemoe.types.encoding import AFFINE, BFLOAT16, FP8, INT4, INT8, IQ4_NL, MXFP4, Q4_K, Q6_K, Encoding
+from edgemoe.types.encoding import (
+    A8_64,
+    AFFINE,
+    BFLOAT16,
+    FP8,
+    INT4,
+    INT8,
+    IQ4_NL,
+    MXFP4,
+    Q4_K,
+    Q6_K,
+    Z4_128,
+    Encoding,
+)
 
 ROWS, TOKENS = 5, 7
 ROW_KERNELS = KERNELS.with_name("rows")  # apart from the engines' cache, which these many kernels would overflow
 COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
 BY_NAME = {"ids": lambda each: each.name}
-IN_GATE = [INT8, INT4, MXFP4, FP8, Q4_K, Q6_K, IQ4_NL]  # one of each way of reading codes and factors
+IN_GATE = [INT8, INT4, MXFP4, FP8, Q4_K, Q6_K, IQ4_NL, Z4_128, A8_64]  # one of each way of reading codes and factors
 each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
 each_scaled = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, FP8, *AFFINE], IN_GATE), **BY_NAME)
 each_whole = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, *AFFINE], IN_GATE), **BY_NAME)

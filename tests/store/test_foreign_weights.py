@@ -37,6 +37,8 @@ from edgemoe.store.packer import pack
 Make = Callable[..., Path]
 SHAPE = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 ASYMMETRIC = partial(compressed, "pack-quantized", type="int", strategy="group", group_size=32, symmetric=False)
+BITS4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+ROUND = {**BITS4, "quant_method": "auto-round"}
 FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     "AWQ": (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "GPTQ": (gptq(4, 32), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
@@ -44,10 +46,10 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     "GPTQ in 3 bits": (gptq(3, 32), {"quant_method": "gptq", "bits": 3, "group_size": 32}),
     "GPTQ in 8 bits": (gptq(8, 32), {"quant_method": "gptq", "bits": 8, "group_size": 32}),
     "GPTQ reordered": (gptq(4, 16, reordered=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
-    "GPTQ of version 2": (gptq(4, 32, less=0), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
-    "AutoRound": (gptq(4, 32), {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}),
-    "AutoRound of its own": (gptq(4, 32, less=0), {"quant_method": "auto-round", "packing_format": "auto_round"}),
-    "AutoRound as AWQ": (awq(32), {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
+    "GPTQ of version 2": (gptq(4, 32, less=0), {**BITS4, "checkpoint_format": "gptq_v2"}),
+    "AutoRound": (gptq(4, 32), {**ROUND, "packing_format": "auto_round:auto_gptq"}),
+    "AutoRound of its own": (gptq(4, 32, less=0), {**ROUND, "packing_format": "auto_round"}),
+    "AutoRound as AWQ": (awq(32), {**ROUND, "packing_format": "auto_round:auto_awq"}),
     "zero points": (with_zeros(4, 32), ASYMMETRIC(num_bits=4)),
     "zero points in 8 bits": (with_zeros(8, 32), ASYMMETRIC(num_bits=8)),
     "zero points, reordered": (with_zeros(4, 16, reordered=True), ASYMMETRIC(num_bits=4, actorder="group")),
@@ -94,11 +96,82 @@ def test_foreign_encodings_are_reencoded_and_the_loss_is_reported(
     with caplog.at_level(logging.WARNING):
         manifest = pack(source, tmp_path / "store")
     encodings = {layer.encoding for layer in manifest.layers}
-    exact = "MXFP4" in kind
-    assert encodings == {"mxfp4" if exact else "int8" if "8 bits" in kind else "int4"}
+    exact = "NVFP4" not in kind and "reordered" not in kind
+    usual = "mxfp4" if "MXFP4" in kind else "z8_32" if "8 bits" in kind else "z4_32"
+    assert encodings == {usual if exact else "int4"}
+    assert set(spec_at(source).encodings) == encodings
     assert ("are re-encoded in" in caplog.text) == (not exact)
-    found, wanted = expert_of(tmp_path / "store", 0, 2)[0], meant_expert(meant, 0, 2)[0]
-    assert np.square(found - wanted).mean() ** 0.5 <= (0 if exact else 0.12 * np.square(wanted).mean() ** 0.5)
+    assert "no numbers of float16" not in caplog.text
+    for found, wanted in zip(expert_of(tmp_path / "store", 0, 2), meant_expert(meant, 0, 2), strict=True):
+        if exact:
+            np.testing.assert_array_equal(found, wanted)
+        assert np.square(found - wanted).mean() ** 0.5 <= 0.12 * np.square(wanted).mean() ** 0.5
+
+
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 16}
+BITS8 = {"quant_method": "gptq", "bits": 8, "desc_act": False}
+GROUPS: dict[str, tuple[Quantise, dict[str, Any], str]] = {
+    "AWQ, 128": (awq(128), {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, "z4_128"),
+    "AWQ, 64": (awq(64), {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, "z4_32"),
+    "GPTQ, 128": (gptq(4, 128), {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, "z4_128"),
+    "GPTQ, rows": (gptq(4, 4096), {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}, "z4_128"),
+    "GPTQ, 8 bits, 128": (gptq(8, 128), {**BITS8, "group_size": 128}, "z8_128"),
+    "zero points, 128": (with_zeros(4, 128), {**ASYMMETRIC(num_bits=4, group_size=128)}, "z4_128"),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_of_any_size_are_held_exactly_by_the_smallest_encoding(
+    kind: str, checkpoint: Make, tmp_path: Path
+) -> None:
+    how, about, encoding = GROUPS[kind]
+    source = shutil.copytree(checkpoint(**WIDE), tmp_path / "wide")
+    meant = quantise(source, how, about, is_expert)
+    manifest = pack(source, tmp_path / "store")
+    assert {layer.encoding for layer in manifest.layers} == {encoding} == set(spec_at(source).encodings)
+    for found, wanted in zip(expert_of(tmp_path / "store", 1, 3), meant_expert(meant, 1, 3), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_columns_in_an_order_of_their_own_are_exact_where_their_groups_lie_side_by_side(
+    source: Path, tmp_path: Path
+) -> None:
+    """Files without reordered columns have their order, too."""
+    about = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    meant = quantise(source, gptq(4, 32), about, is_expert)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        columns = 8 * len(tensors[name])
+        tensors[name.replace("qweight", "g_idx")] = (torch.arange(columns) // 32).to(torch.int32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert {layer.encoding for layer in pack(source, tmp_path / "store").layers} == {"z4_32"}
+    np.testing.assert_array_equal(expert_of(tmp_path / "store", 0, 1)[0], meant_expert(meant, 0, 1)[0])
+
+
+def test_reordered_columns_that_the_configuration_denies_are_refused(source: Path, tmp_path: Path) -> None:
+    quantise(source, gptq(4, 32, reordered=True), FORMATS["GPTQ"][1], is_expert)
+    with pytest.raises(CheckpointError, match="has reordered columns, of which"):
+        pack(source, tmp_path / "store")
+    pack(source, tmp_path / "int8", wanted=WantedEncodings.parse("int8", "keep"))
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(1.0, False), (2.0**-14, True)])
+def test_scales_in_bfloat16_are_exact_or_counted(
+    factor: float, is_told: bool, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def how(name: str, weight: torch.Tensor, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+        small: dict[str, torch.Tensor] = {}
+        codes = with_zeros(4, 32)(name, weight, small) / small[f"{name}_scale"].float().repeat_interleave(32, 1)
+        scales = (small[f"{name}_scale"].float() * (factor if ".2.gate" in name else 1.0)).to(torch.bfloat16)
+        stored |= {**small, f"{name}_scale": scales}
+        return codes.round() * scales.float().repeat_interleave(32, 1)
+
+    meant = quantise(source, how, ASYMMETRIC(num_bits=4), is_expert)
+    with caplog.at_level(logging.WARNING):
+        pack(source, tmp_path / "store")
+    assert ("scales in bfloat16 are no numbers of float16" in caplog.text) == is_told
+    off = np.abs(expert_of(tmp_path / "store", 0, 2)[0] - meant_expert(meant, 0, 2)[0])
+    assert off.max() <= (16 * 2.0**-25 if is_told else 0)
 
 
 def test_modelopt_says_beside_config_json_how_weights_are_quantised(source: Path, tmp_path: Path) -> None:
@@ -137,7 +210,7 @@ def test_experts_of_several_types_are_read_tensor_by_tensor(source: Path, tmp_pa
 
     meant = quantise(source, mixed, about, lambda name: is_expert(name) and ".layers.0." not in name)
     manifest = pack(source, tmp_path / "kept")
-    assert [layer.encoding or manifest.dtype for layer in manifest.layers] == ["float32", "int4+int8", "int4+int8"]
+    assert [layer.encoding or manifest.dtype for layer in manifest.layers] == ["float32", "z4_32+z8_32", "z4_32+z8_32"]
     pack(source, tmp_path / "int4", wanted=WantedEncodings.parse("int4", "keep"))
     assert {layer.encoding for layer in Manifest.load(tmp_path / "int4").layers} == {"int4"}
     found, wanted = expert_of(tmp_path / "kept", 0, 1)[1], meant_expert(meant, 0, 1)[1]
@@ -154,7 +227,7 @@ BAD: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @pytest.mark.parametrize("fault", BAD)
 def test_mismatched_weights_are_refused_by_name(fault: str, source: Path, tmp_path: Path) -> None:
-    quantise(source, gptq(4, 16, reordered=True), FORMATS["GPTQ"][1], is_expert)
+    quantise(source, gptq(4, 16, reordered=True), FORMATS["GPTQ reordered"][1], is_expert)
     part, change = BAD[fault]
     tensors = load_file(source / "model.safetensors")
     name = f"model.layers.1.mlp.experts.4.up_proj.{part}"

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from edgemoe.types.encoding import AFFINE, IQ4_NL, Q4_K, Q6_K
+from edgemoe.types.encoding import AFFINE, IQ4_NL, Q4_K, Q6_K, Z4_128
 
-RARE_ENCODINGS = [each.name for each in AFFINE if each not in (Q4_K, Q6_K, IQ4_NL)]  # read by the same code as others
+RARE_ENCODINGS = [
+    each.name for each in AFFINE if each not in (Q4_K, Q6_K, IQ4_NL, Z4_128)
+]  # read by the same code as others
 
 
 def in_gate(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from edgemoe.durable import NewFile, make_folder, write_all
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
@@ -30,15 +32,17 @@ def disk_rate(directory: Path) -> float:
 
 
 def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[int]) -> list[tuple[float, ...]]:
-    """Returns for each size the seconds of reading 1, 2, ... (`at_once`) experts at once; (): not measured."""
+    """Returns for each size the seconds of reading 1, 2, ... (`at_once`) experts at once; (): not measured.
+
+    The smallest and the largest size are read; between them time grows with the bytes.
+    """
     with probe_file(directory) as path:
         if path is None:
             return [()] * len(expert_bytes)
         with PageFile(path) as file, ThreadPoolExecutor(DISK_THREADS) as threads:
-            times = {
-                size: tuple(_together_s(file, threads, size, count) for count in at_once) for size in {*expert_bytes}
-            }
-            return [times[size] for size in expert_bytes]
+            sizes = sorted({min(expert_bytes), max(expert_bytes)})
+            times = [[_together_s(file, threads, size, count) for size in sizes] for count in at_once]
+            return [tuple(float(np.interp(size, sizes, found)) for found in times) for size in expert_bytes]
 
 
 def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:

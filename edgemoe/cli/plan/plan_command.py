@@ -15,8 +15,10 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from edgemoe.cli.auto_encoding import AUTO, DIVERGENCE
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
+from edgemoe.cli.plan.choice import EncodingOffer, choose
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
 from edgemoe.cli.plan.measure import DEADLINE_S, LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
 from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
@@ -116,6 +118,31 @@ class Planner:
             return False
         return True
 
+    def offers(self, variants: Sequence[ModelVariant]) -> list[EncodingOffer]:
+        """Returns the encodings of a model's experts that fit here, of which `choose` takes one. Raises CapacityError.
+
+        The model as it is loses nothing. Others are of experts alone, and take less memory than that.
+        """
+        found, fault = list[EncodingOffer](), CapacityError("the model does not fit")
+        kept_bytes = variants[0].spec.geometry.all_bytes
+        for variant in variants:
+            name = variant.packing.removeprefix("--experts ")
+            if name and (name not in DIVERGENCE or variant.spec.geometry.all_bytes >= kept_bytes):
+                continue
+            try:
+                places = self._places(self._budgets(variant), 1, ())
+            except CapacityError as error:
+                fault = error
+                continue
+            in_vram = (
+                places.top if places.link_bytes_per_s or runs_on_gpu(devices_of(self.settings, self.machine)) else 0.0
+            )
+            loss = DIVERGENCE[name] if name else 0.0
+            found.append(EncodingOffer(variant.label, variant.packing, variant.expert_bits, in_vram, places.ram, loss))
+        if not found:
+            raise fault
+        return found
+
     def _budgets(self, variant: ModelVariant, more_bytes: int = 0) -> Budgets:
         """Returns the budgets with `more_bytes` of RAM added. Raises CapacityError."""
         machine = replace(self.machine, ram_available_bytes=self.machine.ram_available_bytes + more_bytes)
@@ -182,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
     began_s, settings = time.monotonic(), load(Path(args.config) if args.config else None, args.set).settings
     become_owner(Path(settings.model.store_dir))
     subject = find_model(args.model, Path(settings.model.store_dir))
+    variants = list(subject.variants("" if args.experts == AUTO else args.experts))
     context = args.context or min(subject.spec.context_tokens, 4096)
     rates = [parse_rate(text) if text else 0.0 for text in (args.link, args.disk)]
     if min((rate for rate, text in zip(rates, (args.link, args.disk), strict=True) if text), default=1.0) <= 0:
@@ -189,19 +217,42 @@ def run(args: argparse.Namespace) -> int:
     question = PlanOptions(
         context, args.sequences, args.prompt, args.boxes, args.routing, rates[0] or speed.LINK_BYTES_PER_S, rates[1]
     )
-    planner, measured = _measure(subject, question, settings, PhaseReport(), began_s + DEADLINE_S)
+    planner, measured = _measure(variants, question, settings, PhaseReport(), began_s + DEADLINE_S)
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
     alone = planner.forecast(*measured[0], boxes=1) if args.boxes > 1 else None
+    chosen = _chosen(planner, subject)
     if args.json:
-        print(json.dumps(_as_json(subject, planner, forecasts, advice, alone), indent=2))
+        print(json.dumps(_as_json(subject, planner, forecasts, advice, alone, chosen), indent=2))
     else:
-        console().print(_picture(subject, planner, forecasts, advice, alone))
+        console().print(_picture(subject, planner, forecasts, advice, alone, chosen))
     return 0 if any(not each.why for each in forecasts) else 1
 
 
+def _chosen(planner: Planner, subject: PlannedModel) -> EncodingOffer | None:
+    """Returns the choice of `--experts auto`; None for a store, which has its encoding, and where nothing fits."""
+    try:
+        variants = list(subject.variants(speed.ALL))
+        return choose(planner.offers(variants), planner.question.curve) if subject.store is None else None
+    except CapacityError:
+        return None
+
+
+def chosen_here(model: str, settings: Settings) -> tuple[EncodingOffer, str]:
+    """Returns the encoding that `--experts auto` takes for a checkpoint on this machine, and the reason.
+
+    Raises CapacityError where none fits, CheckpointError and UnsupportedModel.
+    """
+    machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    subject = find_model(model, Path(settings.model.store_dir))
+    question = PlanOptions(subject.spec.context_tokens, 1, 1, 1, speed.USUAL)
+    planner = Planner(question, settings, machine, MachineRates(0.0, 0.0, 0.0))
+    chosen = choose(planner.offers(list(subject.variants(speed.ALL))), speed.USUAL)
+    return chosen, chosen.told(speed.USUAL)
+
+
 def _measure(
-    subject: PlannedModel, question: PlanOptions, settings: Settings, say: PhaseReport, ends_s: float
+    variants: Sequence[ModelVariant], question: PlanOptions, settings: Settings, say: PhaseReport, ends_s: float
 ) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
     """Returns a planner with this machine's rates, and the layer times of each encoding of the model.
 
@@ -213,7 +264,7 @@ def _measure(
     )
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
-    variants, pool = list(subject.variants()), ThreadPool(threads)
+    pool = ThreadPool(threads)
     say("reading the disk")
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
     reads = (
@@ -243,7 +294,8 @@ def _measure(
 
 def _kernels(settings: Settings, threads: int, specs: Sequence[ModelSpec]) -> Kernels:
     """Returns the kernels for models of one weight type in several encodings."""
-    encodings = {each for spec in specs for each in pair_of(spec.geometry.encoding_name(0))}
+    names = {name for spec in specs for name in spec.encodings or (spec.dtype,)}
+    encodings = {each for name in names for each in pair_of(name)}
     return link_kernels(settings, threads, specs[0].dtype == "bfloat16", lambda *_: None, encodings)
 
 
@@ -274,17 +326,23 @@ def _as_json(
     forecasts: Sequence[SpeedForecast],
     advice: Sequence[tuple[str, float]],
     alone: SpeedForecast | None,
+    chosen: EncodingOffer | None,
 ) -> dict[str, object]:
     one_box = {"one_box": asdict(alone)} if alone is not None else {}
-    return one_box | {
-        "model": subject.name,
-        "family": subject.spec.family,
-        "question": asdict(planner.question),
-        "machine": asdict(planner.machine),
-        "rates": asdict(planner.rates),
-        "encodings": [asdict(each) for each in forecasts],
-        "would_help": [{"what": what, "times_as_fast": round(gain, 2)} for what, gain in advice],
-    }
+    auto = {"auto": asdict(chosen)} if chosen is not None else {}
+    return (
+        one_box
+        | auto
+        | {
+            "model": subject.name,
+            "family": subject.spec.family,
+            "question": asdict(planner.question),
+            "machine": asdict(planner.machine),
+            "rates": asdict(planner.rates),
+            "encodings": [asdict(each) for each in forecasts],
+            "would_help": [{"what": what, "times_as_fast": round(gain, 2)} for what, gain in advice],
+        }
+    )
 
 
 def _picture(
@@ -293,6 +351,7 @@ def _picture(
     forecasts: Sequence[SpeedForecast],
     advice: Sequence[tuple[str, float]],
     alone: SpeedForecast | None,
+    chosen: EncodingOffer | None,
 ) -> Group:
     question, rates, geometry = planner.question, planner.rates, subject.spec.geometry
     table = Table(title=f"{subject.name} ({subject.spec.family}) on {_boxes(question.boxes)}")
@@ -317,6 +376,7 @@ def _picture(
         f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
         *([compared(question, forecasts[0], alone)] if alone is not None else []),
+        *([f"--experts auto takes {chosen.told(question.curve)}."] if chosen is not None else []),
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
     ]
     return Group(table, "\n".join(lines))

@@ -17,15 +17,15 @@ from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve, spec_at
 from edgemoe.store.checkpoint import CONFIG
-from edgemoe.store.layout import MATRICES
+from edgemoe.store.layout import KEEP, MATRICES, WantedEncodings
 from edgemoe.store.manifest import Manifest, spec_of
-from edgemoe.types.encoding import ENCODINGS, Encoding
+from edgemoe.types.encoding import AFFINE, ENCODINGS, Encoding, pair_of
 
-PACKINGS = (
-    ("int8", ""),
-    ("int4", ""),
-    ("int4", "int8"),
-)  # encodings of experts and dense weights that a checkpoint can be packed in
+# Encodings of experts and dense weights that a checkpoint can be packed in: few, for each has kernels of its own.
+PACKINGS = (("int8", KEEP), ("q6_k", KEEP), ("q4_k", KEEP), ("int4", KEEP), ("int4", "int8"))
+ALL = "all"  # asks for every encoding
+OTHERS = (each.name for each in AFFINE if (each.name, KEEP) not in PACKINGS)
+EVERY_PACKING = (*PACKINGS, ("q4_k+q6_k", KEEP), *((name, KEEP) for name in OTHERS))
 HEADER_BYTES = 160  # of one tensor in a file's header, about
 
 
@@ -43,6 +43,14 @@ class ModelVariant:
         shapes = dense_shapes(self.spec)
         return sum(dense_size(self.spec, name, shape) + HEADER_BYTES for name, shape in shapes.items())
 
+    @property
+    def expert_bits(self) -> float:
+        """Returns the mean bits of an expert's weight."""
+        geometry = self.spec.geometry
+        weights = geometry.hidden * (geometry.first_rows + geometry.width)
+        sizes = [geometry.expert_bytes(layer) - geometry.bias_bytes for layer in range(geometry.layers)]
+        return 8 * sum(sizes) / len(sizes) / weights
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
@@ -52,19 +60,33 @@ class PlannedModel:
     spec: ModelSpec
     store: Path | None
 
-    def variants(self) -> Iterator[ModelVariant]:
-        """Yields the model as it is, then its possible encodings; a store has only its own."""
+    def variants(self, experts: str = "") -> Iterator[ModelVariant]:
+        """Yields the model as it is, then in possible encodings; a store has only its own.
+
+        `experts` is an option of `edgemoe pack` that names the only other one, or "all". Raises ConfigError.
+        """
         yield ModelVariant(_label(self.spec), self.spec, "")
         if self.store is not None:
             return
-        for experts, dense in PACKINGS:
-            geometry = self.spec.geometry
-            if ENCODINGS[experts].fits(geometry.hidden) and ENCODINGS[experts].fits(geometry.width):
-                spec = replace(self.spec, encodings=(experts,) * geometry.layers, dense_encoding=dense)
-                if (_label(spec)) != _label(self.spec):
-                    yield ModelVariant(
-                        _label(spec), spec, f"--experts {experts}" + (f" --dense {dense}" if dense else "")
-                    )
+        named = ((experts, KEEP),) if experts and experts != ALL else PACKINGS
+        seen = {_label(self.spec)}
+        for wanted, dense in EVERY_PACKING if experts == ALL else named:
+            spec = self._packed(WantedEncodings.parse(wanted, dense))
+            if spec is not None and _label(spec) not in seen:
+                seen.add(_label(spec))
+                packing = f"--experts {wanted}" + (f" --dense {dense}" if dense != KEEP else "")
+                yield ModelVariant(_label(spec), spec, packing)
+
+    def _packed(self, wanted: WantedEncodings) -> ModelSpec | None:
+        """Returns the spec in these encodings; None where they do not fit its experts."""
+        spec, geometry = self.spec, self.spec.geometry
+        names = [wanted.of_layer(layer, geometry.layers) for layer in range(geometry.layers)]
+        kept = [geometry.encoding_name(layer) if name == KEEP else name for layer, name in enumerate(names)]
+        sizes = (geometry.hidden, geometry.width)
+        if not all(each.fits(size) for name in {*kept} for each in pair_of(name) for size in sizes):
+            return None
+        dense = spec.dense_encoding if wanted.dense == KEEP else wanted.dense
+        return replace(spec, encodings=tuple(kept), dense_encoding=dense)
 
 
 def find_model(name: str, store_dir: Path) -> PlannedModel:
@@ -103,12 +125,19 @@ def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
 
 
 def _label(spec: ModelSpec) -> str:
-    experts = spec.encodings[0] if spec.encodings else spec.dtype
-    return experts + (f", dense {spec.dense_encoding}" if spec.dense_encoding else "")
+    encodings = spec.encodings or (spec.dtype,)
+    usual = max(dict.fromkeys(encodings), key=encodings.count)
+    others = ", ".join(name for name in dict.fromkeys(encodings) if name != usual)
+    return (
+        usual
+        + (f" (and {others})" if others else "")
+        + (f", dense {spec.dense_encoding}" if spec.dense_encoding else "")
+    )
 
 
+USUAL = "usual"
 HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
-MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
+MISSES = {USUAL: (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
 READ_AT_ONCE = (1, 2, 4, 8)  # experts; more are read one after the other
 STEP_S = 1.4e-3  # of a step that no layer takes: scheduling, sampling, and messages; on two cores of an EPYC
 REMOTE_S = 1e-3  # of a layer's calls to other boxes, side by side, beside rows on the link and computing
@@ -178,13 +207,13 @@ def step(model: PlannedSizes, work: StepWork, places: TierShares, curve: str) ->
     """Returns the seconds of one step."""
     touched = model.layers * distinct(model, work.tokens)
     held, below = min(1.0, places.top * places.boxes), min(1.0, places.ram * places.boxes)
-    missed, absent = touched * _missed(held, curve), touched * _missed(below, curve)
+    lacking, absent = touched * missed(held, curve), touched * missed(below, curve)
     compute_s = STEP_S + model.layers * work.layer_s + work.head_s + work.read_bytes / places.memory_bytes_per_s
     link_s = 0.0
     if places.link_bytes_per_s:
-        by_link_s = missed / model.layers * model.expert_bytes / places.link_bytes_per_s
+        by_link_s = lacking / model.layers * model.expert_bytes / places.link_bytes_per_s
         link_s = model.layers * min(by_link_s, WORTH_S)  # beyond that the CPU computes experts from RAM
-    alone = touched * _missed(min(1.0, places.ram), curve)
+    alone = touched * missed(min(1.0, places.ram), curve)
     disk_s, boxes_s = _beyond_memory(model, work, places, (alone, absent))
     return PlannedStep(compute_s, link_s, disk_s, boxes_s)
 
@@ -223,7 +252,8 @@ def distinct(model: PlannedSizes, tokens: int) -> float:
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
 
 
-def _missed(held: float, curve: str) -> float:
+def missed(held: float, curve: str) -> float:
+    """Returns the share of a step's experts that are not there where a share `held` of all is."""
     return float(np.interp(held, HELD, MISSES[curve]))
 
 

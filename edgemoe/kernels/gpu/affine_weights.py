@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from edgemoe.encodings.rows import LEVELS
-from edgemoe.types.encoding import MINIMUM, Encoding
+from edgemoe.types.encoding import MIDDLE, MINIMUM, ZERO, Encoding
 
 jit: Callable[[Any], Any] = triton.jit
 UNEVEN: Any = tl.constexpr(tuple(float(level) for level in LEVELS))
@@ -24,7 +24,7 @@ def affine_kind(encoding: Encoding) -> int:
     """Returns the kind of an affine encoding: -1 less its fields, see `code_bits` and `lane_factors`."""
     fields = (
         (encoding.bits - 4 if encoding.bits < 8 else 3, 4),
-        (int(encoding.offset == MINIMUM), 4),
+        ((MIDDLE, MINIMUM, ZERO).index(encoding.offset), 4),
         (encoding.group.bit_length() - 6, 4),
         ((0, 32, 16).index(encoding.part), 4),
         (int(encoding.levels), 2),
@@ -128,10 +128,10 @@ def lane_factors(rows, lane, half, wanted, n: tl.constexpr, KIND: tl.constexpr):
     groups: tl.constexpr = (n + group - 1) // group
     lanes: tl.constexpr = n // 32
     begin: tl.constexpr = n // 8 * bits
-    numbers: tl.constexpr = 1 + offset
+    numbers: tl.constexpr = 2 if offset > 0 else 1
     which = lane // (group // 32)
     scale = wide_numbers(rows, begin + 2 * which, wanted)
-    if offset == 1:
+    if offset > 0:
         minimum = wide_numbers(rows, begin + 2 * groups + 2 * which, wanted)
     if part > 0:
         at = rows + begin + 2 * numbers * groups + half * lanes + lane
@@ -139,6 +139,8 @@ def lane_factors(rows, lane, half, wanted, n: tl.constexpr, KIND: tl.constexpr):
         if offset == 1:
             below = at + part * lanes
             minimum *= bytes_at(below.to(tl.pointer_type(tl.int8)), wanted).to(tl.float32)
+    if offset == 2:
+        minimum *= scale
     if offset == 0:
         minimum = scale * (0.0 if fields // 256 == 1 else -(1 << (bits - 1)))
     return scale, minimum

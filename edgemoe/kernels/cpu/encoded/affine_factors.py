@@ -20,7 +20,7 @@ from edgemoe.kernels.cpu.encoded.instructions import (
     CodeVectors,
     has_signed_bytes,
 )
-from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, Encoding, FactorArray
+from edgemoe.types.encoding import LANE_COLUMNS, MIDDLE, ZERO, Encoding, FactorArray
 
 ABOVE = 128  # added to signed bytes where an instruction wants them unsigned
 
@@ -52,9 +52,12 @@ class AffineVectors:
         """Returns the factors of each part of the lanes from `first` of a run on; `left` lanes are there."""
         encoding = self.encoding
         scales = self._scaled("scale", row, run, first, left)
-        if encoding.offset == MINIMUM:
-            return list(map(LaneFactors, scales, self._scaled("minimum", row, run, first, left)))
-        return list(map(LaneFactors, scales))
+        if encoding.offset == MIDDLE:
+            return list(map(LaneFactors, scales))
+        minima = self._scaled("minimum", row, run, first, left)
+        if encoding.offset == ZERO:
+            minima = list(map(self.b.fmul, minima, scales))  # exact
+        return list(map(LaneFactors, scales, minima))
 
     def _scaled(self, name: str, row: Any, run: Any, first: int, left: Any) -> list[Any]:
         """Returns scales or minima, which a whole number of each part multiplies."""
@@ -156,7 +159,7 @@ class AffineVectors:
 
     def _minimum(self, factors: LaneFactors) -> Any:
         v, b = self.v, self.b
-        if self.encoding.offset == MINIMUM:
+        if self.encoding.offset != MIDDLE:
             return factors.minimum
         if self.encoding.levels:
             return None

@@ -33,7 +33,7 @@ from edgemoe.kernels.cpu.encoded.instructions import (
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.gemv import make_rows, rows_code
 from edgemoe.kernels.cpu.vector import make_pack_some
-from edgemoe.types.encoding import LANE_COLUMNS, MINIMUM, Encoding
+from edgemoe.types.encoding import LANE_COLUMNS, MIDDLE, Encoding
 
 LINE_BYTES = 64
 TOGETHER = 2  # rows of 4 bits side by side: one is short compared with its fixed cost
@@ -206,8 +206,10 @@ class _Emitter:
             for half, (total, sums) in enumerate(zip(totals[number], firsts[token], strict=True)):
                 lane_factors = factors[row][half]
                 weight = b.fmul(lane_factors.scale, scales[token])
+                if self.encoding.offset != MIDDLE and v.is_signed:  # bytes are codes less 128
+                    total = b.add(total, b.shl(sums, v.splat(v.words, 7)))
                 result = multiply_add(b, b.sitofp(total, v.floats), weight, result)
-                if self.encoding.offset == MINIMUM:
+                if self.encoding.offset != MIDDLE:
                     minimum = b.fmul(lane_factors.minimum, scales[token])
                     result = multiply_add(b, b.sitofp(sums, v.floats), minimum, result)
             b.store(result, places[part])
