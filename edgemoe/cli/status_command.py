@@ -140,6 +140,7 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         "Calls from others": f"{rate(names.SERVED_CALLS):,.1f} a second, "
         f"{select(after, names.SERVED_SHED):,.0f} sent away since the start",
         "Computed here": f"{select(after, names.LOCAL_RATIO):.1%} of this box's own experts, since the start",
+        "Help of others": help_of_others(after),
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
         f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in, "
         f"{select(after, names.HANDED_OVER):,.0f} handed over after prefill",
@@ -150,6 +151,15 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
     for name, text in rows.items():
         table.add_row(Text(name, "bold"), text)
     return table
+
+
+def help_of_others(after: Mapping[str, float]) -> str:
+    """Returns how often others helped where a layer of few tokens lacked experts, and its effect."""
+    alone, helped = (select(after, names.REMOTE_PLANS, tokens="few", plan=plan) for plan in ("alone", "helped"))
+    if not helped:
+        return "none needed yet" if not alone else "none asked: this box alone was faster"
+    gain = select(after, names.REMOTE_GAIN, tokens="few")
+    return f"in {helped / (alone + helped):.0%} of the layers that lacked experts, {gain:.1f} times as fast as alone"
 
 
 def offers(after: Mapping[str, float]) -> str:

@@ -182,6 +182,10 @@ class ClusterMember:
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         values |= self._fetches.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
+        for tokens, choice in remote.choices.items():
+            values[named(names.REMOTE_GAIN, tokens=tokens)] = choice.gain
+            for plan, used in zip(("alone", "helped"), choice.used, strict=True):
+                values[named(names.REMOTE_PLANS, tokens=tokens, plan=plan)] = used
         for node, record in self.checker.ledger.records.items():
             values[named(names.ANSWERS_CHECKED, peer=node, found="right")] = record.right
             values[named(names.ANSWERS_CHECKED, peer=node, found="wrong")] = record.wrong

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import edgemoe.cli
 from edgemoe.cli.cluster_command import picture
-from edgemoe.cli.status_command import boxes
+from edgemoe.cli.status_command import boxes, help_of_others
 from edgemoe.cluster.control.admission import read_seeds
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.cluster.rpc.roster import KeptRoster
@@ -173,3 +173,20 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
 def test_a_box_on_its_own_has_no_picture() -> None:
     with pytest.raises(ServiceError, match="on its own"):
         boxes({}, {}, {}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("alone", "helped", "said"),
+    [
+        (0, 0, "none needed yet"),
+        (7, 0, "none asked: this box alone was faster"),
+        (1, 3, "in 75% of the layers that lacked experts, 1.6 times as fast as alone"),
+    ],
+)
+def test_status_tells_how_often_others_helped_and_the_gain(alone: int, helped: int, said: str) -> None:
+    plans = {
+        named(names.REMOTE_PLANS, tokens="few", plan="alone"): float(alone),
+        named(names.REMOTE_PLANS, tokens="few", plan="helped"): float(helped),
+        named(names.REMOTE_PLANS, tokens="many", plan="helped"): 100.0,
+    }
+    assert help_of_others(plans | {named(names.REMOTE_GAIN, tokens="few"): 1.58}) == said

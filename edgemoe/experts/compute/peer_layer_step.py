@@ -20,8 +20,9 @@ from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.policy.help_choice import ALONE, HELPED, HelpChoice
 from edgemoe.policy.resolve import CostMatrix as CostArray
-from edgemoe.policy.resolve import WayCosts, candidates, resolve
+from edgemoe.policy.resolve import WayAssignment, WayCosts, candidates, resolve
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
@@ -34,6 +35,7 @@ HERE = -1
 EXPERT_CALL_S = 0.01  # that a part takes on the link, there and back,
 EXPERT_CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time
+FEW_TOKENS = 16  # of a layer-step; larger layer-steps are compared among themselves
 AGAIN_S = 0.2  # between searches for another way where there was none
 LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
@@ -54,6 +56,15 @@ class PendingExpertCall:
     done: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    """The first plan of a layer-step. `alone_s` is None if this box could not do it alone."""
+
+    kind: int  # ALONE, HELPED
+    predicted_s: float
+    alone_s: float | None
+
+
 class PeerExperts:
     """Runs layer-steps with peers, and holds their shared costs, counts and peers."""
 
@@ -65,6 +76,11 @@ class PeerExperts:
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
         self.stall_s = 0.0  # waiting for answers
+        self.choices = {"few": HelpChoice(), "many": HelpChoice()}  # by the tokens of layer-steps
+
+    def choice(self, tokens: int) -> HelpChoice:
+        """Returns the choice between help and none in layer-steps of `tokens` tokens."""
+        return self.choices["few" if tokens <= FEW_TOKENS else "many"]
 
     def run(
         self, layer: int, hidden: torch.Tensor, group: TokenGroups, prefill_only: BoolArray | None, local: Local
@@ -100,14 +116,19 @@ class PeerLayerStep:
     reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
     prefill_only_of: BoolArray | None = None  # [E]
     host: npt.NDArray[np.uint8] | None = None  # the hidden states' bytes
+    plan: ChosenPlan | None = None
 
     def run(self, group: TokenGroups) -> torch.Tensor | None:
+        began_s = time.monotonic()
         if self.prefill_only is not None:
             self.prefill_only_of = np.zeros(self.remote.geometry.experts, np.bool_)
             self.prefill_only_of[group.experts] = self.prefill_only
         self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
             self._wait()
+        if (plan := self.plan) is not None:
+            taken_s = time.monotonic() - began_s
+            self.remote.choice(len(self.hidden)).observe(plan.kind, plan.alone_s, plan.predicted_s, taken_s)
         return None if self.out is None else torch.from_numpy(self.out).to(self.hidden.device)
 
     # --- which way ----------------------------------------------------------------------------------------------
@@ -171,9 +192,27 @@ class PeerLayerStep:
         if len(nowhere):
             expert, why = int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE
             raise MissingExpert(layer, expert, why, away=remote.peers.holders_away(layer, expert))
-        chosen = resolve(WayCosts(load, alone, opening, busy)).way - FIRST_ELSEWHERE
+        chosen = self._choose(WayCosts(load, alone, opening, busy)).way - FIRST_ELSEWHERE
         way[missing] = np.where(chosen < 0, HERE, near[np.maximum(chosen, 0), each]) if len(near) else HERE
         return way
+
+    def _choose(self, ways: WayCosts) -> WayAssignment:
+        """Returns the best assignment, or the best of this box alone if that has been faster."""
+        best = resolve(ways)
+        if self.plan is not None:  # an earlier way has failed
+            return best
+        if (best.way < FIRST_ELSEWHERE).all():
+            self.plan = ChosenPlan(ALONE, best.finish_s, best.finish_s)
+            return best
+        own = ways.alone[:, :FIRST_ELSEWHERE]
+        if not np.isfinite(own).any(axis=1).all():
+            self.plan = ChosenPlan(HELPED, best.finish_s, None)
+            return best
+        alone = resolve(WayCosts(ways.load[:, :FIRST_ELSEWHERE], own, ways.opening, ways.busy))
+        kind = self.remote.choice(len(self.hidden)).choose(alone.finish_s, best.finish_s)
+        used = best if kind == HELPED else alone
+        self.plan = ChosenPlan(kind, used.finish_s, alone.finish_s)
+        return used
 
     # --- peers --------------------------------------------------------------------------------------------------
 

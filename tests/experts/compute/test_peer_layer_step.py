@@ -339,3 +339,38 @@ def test_answers_that_come_while_a_late_part_is_computed_here_are_taken(monkeypa
     assert (box.hedged, box.experts) == (1, tokens - 1)
     assert out is not None
     assert out.sum(dim=1).tolist() == [0.0] + [float(SHAPE.hidden)] * (tokens - 1), "each counts once"
+
+
+# --- with help, or alone -----------------------------------------------------------------------------------------
+
+
+def test_help_that_is_slower_than_predicted_is_asked_for_again_once_it_is_fast(clock: Clock) -> None:
+    slower = 20.0
+
+    def ask(call: RemoteCall) -> bool:
+        clock.now_s += slower * 1e-3 * (1 + len(call.work.experts))
+        return of_ones(call)
+
+    class Patient(FakePeers):
+        def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
+            self.looks = 0
+            return super().offers(layer, experts)
+
+    peers, here = Patient(ask, 1e3, [OURS], "b"), Here(clock, takes_s=4e-3)
+    box = remote_of(peers, read_bytes_per_s=SHAPE.stride_bytes(0) / 4e-3)
+    group = TokenGroups.of(np.array([[OURS]]), np.ones((1, 1), np.float32))
+
+    def asked(steps: int) -> int:
+        before = len(peers.asked)
+        for _ in range(steps):
+            box.run(0, torch.zeros(1, SHAPE.hidden), group, None, here)
+        return len(peers.asked) - before
+
+    assert asked(5) > 0
+    assert asked(200) < 10
+    assert box.choices["few"].gain < 1
+    slower = 0.5
+    asked(1000)
+    assert asked(200) > 190
+    assert box.choices["few"].gain > 1
+    assert box.choices["many"].used == [0, 0]
