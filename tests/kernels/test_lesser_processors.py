@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from edgemoe.jit.compile_target import host, named
 from edgemoe.jit.env import PROCESSOR
 
 ROOM_S = 3600.0  # of one room
+QEMU = shutil.which("qemu-x86_64-static")
 TESTS = Path(__file__).parents[1]
 SAMPLES = {
     "haswell": "avx2 and (int4 or fp8) or rounding or equal_numpy and mxfp4 or format",
@@ -21,11 +23,11 @@ SAMPLES = {
 for_x86 = pytest.mark.skipif(named("haswell").machine != host().machine, reason="for x86-64")
 
 
-def _run(processor: str, *arguments: str) -> None:
+def _run(processor: str, *arguments: str, emulator: tuple[str, ...] = ()) -> None:
     """Runs some tests in a process of its own."""
     if missing := named(processor).features - host().features:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
+    command = [*emulator, sys.executable, "-m", "pytest", "-q", "-n", "0", *arguments]
     env = os.environ | {PROCESSOR: processor}
     done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=ROOM_S)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -36,6 +38,15 @@ def _run(processor: str, *arguments: str) -> None:
 def test_encoded_rows_are_right_with_code_for_lesser_processors(processor: str, only: str) -> None:
     files = (str(TESTS / "kernels" / name) for name in ("test_encoded_rows.py", "test_rounding.py"))
     _run(processor, "-k", only, *files)
+
+
+@for_x86
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(QEMU is None, reason="qemu-x86_64-static is not installed (Debian: qemu-user-static)")
+def test_an_emulated_haswell_runs_the_code_for_it() -> None:
+    sample = ("-k", "avx2 and int4", str(TESTS / "kernels/test_encoded_rows.py"))
+    _run("haswell", *sample)  # compiles and keeps the code, which would take long in QEMU
+    _run("haswell", *sample, emulator=(str(QEMU), "-cpu", "Haswell-noTSX"))
 
 
 @pytest.mark.slow
