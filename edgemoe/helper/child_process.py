@@ -14,7 +14,7 @@ import select
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -171,7 +171,7 @@ class HelperPool:
 
     def __init__(self, command: Sequence[str], deadline_s: float) -> None:
         """Takes the deadline of one answer by the clock; the process has bounds of its own."""
-        self._turns = TaskTurns(PROCESSES, EACH)
+        self._turns, self._large_turns = TaskTurns(PROCESSES, EACH), TaskTurns(1, EACH)
         self._helpers = [HelperProcess(command, deadline_s, quick=True) for _ in range(PROCESSES)]
         self._free = list(reversed(self._helpers))
 
@@ -191,12 +191,15 @@ class HelperPool:
         kind: type[Answered],
         fits: Callable[[Answered], object] = lambda _: True,
         principal: str = "",
+        *,
+        is_large: bool = False,
     ) -> Answered:
-        """Returns the answer, once it is the principal's turn.
+        """Returns the answer, once it is the principal's turn. Large questions are answered one at a time.
 
         Raises HelperFailed unless it `fits`, HelperMissing where there is no process to ask.
         """
-        async with self._turns.turn(principal):
+        alone = self._large_turns.turn(principal) if is_large else contextlib.nullcontext()
+        async with alone, self._turns.turn(principal):
             helper = self._free.pop()  # the one used last: a second is started only where two are needed
             try:
                 return await helper.ask(asked, kind, fits)
@@ -216,6 +219,17 @@ IDLE_S = 3600.0
 PAGE_BYTES = resource.getpagesize()
 
 
+class MemoryBound(NamedTuple):
+    """The memory that the answer to one question may take: `fixed_bytes`, and more for each byte of the question.
+
+    All that a process takes beyond its memory at the start stays within `most_bytes`.
+    """
+
+    fixed_bytes: int
+    per_byte: int
+    most_bytes: int
+
+
 def serve(
     asked: BinaryIO,
     answers: BinaryIO,
@@ -223,18 +237,23 @@ def serve(
     answer: Callable[[Asked], Answered],
     cpu_s: float = 0.0,
     cpu_s_per_byte: float = 0.0,
+    memory: MemoryBound | None = None,
 ) -> None:
     """Answers until there is no more to read, or nobody has asked for long.
 
     Between a question and its answer nothing else comes. An answer may take `cpu_s` of processors, and
-    `cpu_s_per_byte` for each byte of its question; the kernel ends a process that takes more. 0 is no bound.
+    `cpu_s_per_byte` for each byte of its question; the kernel ends a process that takes more. 0 is no bound. An answer
+    that needs more than `memory` raises MemoryError, or ends the process.
     """
+    most_bytes = address_bytes() + memory.most_bytes if memory else 0
     while select.select([asked], [], [], IDLE_S)[0]:
         length = asked.read(LENGTH_BYTES)
         if len(length) < LENGTH_BYTES:
             return
         size = int.from_bytes(length, "big")
         assert size <= MAX_FRAME_BYTES, "its parent sends no more"
+        if memory:
+            bound_addresses(min(most_bytes, address_bytes() + memory.fixed_bytes + memory.per_byte * size))
         body = asked.read(size)
         signal.setitimer(signal.ITIMER_PROF, cpu_s + cpu_s_per_byte * size)
         answered = frame(answer(msgspec.msgpack.decode(body, type=kind)))
@@ -243,9 +262,9 @@ def serve(
         answers.flush()
 
 
-def bound_memory(more_bytes: int) -> None:
-    """Limits this process to `more_bytes` of addresses beyond its present ones."""
-    bound_addresses(int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES + more_bytes)
+def address_bytes() -> int:
+    """Returns the size of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
 
 
 def bound_addresses(most_bytes: int) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.front_kit import http_client, running, settings_for, write_model
 from support.gate import in_gate
 
-from edgemoe.api.text.bounded_text import BoundedText, text_command
+from edgemoe.api.text.bounded_text import LOAD_BYTES, BoundedText, RenderQuestion, text_command
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import CheckpointError, InvalidRequest
+from edgemoe.helper.child_process import frame
 
 LOAD_S, TEXT_S = 3.0, 0.2  # a processor's, in place of the daemon's, which are for slow machines
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -70,6 +77,38 @@ async def test_a_template_s_failure_costs_only_its_request(tmp_path: Path, name:
     assert time.monotonic() - began_s < 60
     assert await render("key:mallory", "hello") == "hello", "whoever comes then"
     await texts.close()
+
+
+def grown(letter: str) -> dict[str, Any]:
+    """Returns a normalizer that makes a letter a hundred, and these as many again, without end."""
+    replace = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 100}
+    return {"type": "Sequence", "normalizers": [replace] * 9}
+
+
+# Files that take memory as they are read or as a prompt is made: a template, a normalizer.
+GREEDY: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "a wide constant": ("{{ '%0999999999d' % 1 }}" + PLAIN, None),
+    "a normalizer, as it is read": (PLAIN, grown("a")),
+    "a normalizer, by a prompt": (PLAIN, grown("b")),
+    **{name: (ATTACKS[name], None) for name in ("padding", "a doubling list", "replacing")},
+}
+
+
+@pytest.mark.parametrize("name", in_gate(GREEDY, ("a wide constant", "a normalizer, by a prompt")))
+def test_a_process_keeps_to_its_memory(tmp_path: Path, name: str) -> None:
+    template, normalizer = GREEDY[name]
+    file = write_model(tmp_path, template) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    messages = msgspec.json.encode([{"role": "user", "content": "b"}])
+    question = frame(RenderQuestion(1, messages, b"null", b"null", True))
+    with subprocess.Popen(text_command(tmp_path), stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL) as child:
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended before
+            child.stdin.write(question)
+            child.stdin.close()
+        _, child.returncode, used = os.wait4(child.pid, 0)
+    assert used.ru_maxrss * 1024 < LOAD_BYTES
+    assert name == "a wide constant" or child.returncode != 0, "it takes more than it may"
 
 
 async def test_a_tokenizer_s_expressions_cost_only_their_request(tmp_path: Path) -> None:

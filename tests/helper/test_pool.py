@@ -14,15 +14,14 @@ from edgemoe.helper.child_process import HelperPool, NumberedMessage
 CHILD = """
 import sys
 import msgspec
-from edgemoe.helper.child_process import NumberedMessage, bound_memory, serve
+from edgemoe.helper.child_process import MemoryBound, NumberedMessage, serve
 class Question(NumberedMessage, frozen=True):
     code: str
 class Answer(NumberedMessage, frozen=True):
     value: str
 def answer(asked):
     return Answer(asked.number, str(eval(asked.code)))
-bound_memory(64 << 20)
-serve(sys.stdin.buffer, sys.stdout.buffer, Question, answer, 0.3)
+serve(sys.stdin.buffer, sys.stdout.buffer, Question, answer, 0.3, memory=MemoryBound(64 << 20, 16, 128 << 20))
 """
 
 
@@ -56,3 +55,27 @@ async def test_a_job_beyond_its_bounds_ends_its_process_only(name: str) -> None:
     assert (await pool.ask(Question(0, "1 + 1"), Answer, principal="mallory")).value == "2"
     await pool.close()
     assert pool.pids == []
+
+
+TAKEN = """(lambda held: [held.append(bytes(1 << 20)) for _ in range(400)] and len(held))([])"""
+PADDING = " " * (4 << 20)  # of a question that may take 64 MiB more
+
+
+@pytest.mark.parametrize(("code", "is_enough"), [(TAKEN, False), (TAKEN.replace("400", "100") + PADDING, True)])
+async def test_memory_grows_with_the_question(code: str, *, is_enough: bool) -> None:
+    pool = HelperPool([sys.executable, "-c", CHILD], 60.0)
+    if is_enough:
+        assert (await pool.ask(Question(0, code), Answer)).value == "100"
+    with pytest.raises(HelperFailed):
+        await pool.ask(Question(0, code.strip().replace("100", "400")), Answer)
+    with pytest.raises(HelperFailed):  # the most of all, however long the question is
+        await pool.ask(Question(0, TAKEN.replace("400", "150") + 4 * PADDING), Answer)
+    await pool.close()
+
+
+async def test_large_questions_share_one_process() -> None:
+    pool = HelperPool([sys.executable, "-c", CHILD], 60.0)
+    asked = [pool.ask(Question(0, "6 * 7"), Answer, principal=who, is_large=True) for who in "abcd"]
+    assert {one.value for one in await asyncio.gather(*asked)} == {"42"}
+    assert len(pool.pids) == 1
+    await pool.close()

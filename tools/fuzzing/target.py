@@ -21,7 +21,7 @@ from tools.testbed.daemons import listens
 
 CHANNELS = ("control", "calls", "bulk")
 GROWTH_MB = 30.0  # growth allowed to front and engine together
-READY_S, ASK_S = 120.0, 20.0
+READY_S, ASK_S = 600.0, 20.0  # kernels are compiled at the first start
 KEPT = Path(__file__).parents[2] / ".cache/stores"  # with compiled kernels beside it
 CLOSED_PORT = 9  # a port without a listener
 

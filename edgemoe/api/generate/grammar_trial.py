@@ -1,13 +1,14 @@
 """Tries grammars in bounded child processes: a schema of 150 bytes can take minutes and gigabytes to compile.
 
 A trial compiles the grammar with the model's tokenizer and computes a first mask, as the engine will. A grammar beyond
-`TRIAL_S` or `MEMORY_BYTES` is refused, and delays only its principal. The child process is this module's `main`.
+`TRIAL_S` or `MEMORY` is refused, and delays only its principal. The child process is this module's `main`.
 """
 
 from __future__ import annotations
 
 import re
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +20,15 @@ from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.errors import EngineUnavailable, HelperFailed, HelperMissing, InvalidRequest
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
-from edgemoe.helper.child_process import HelperPool, NumberedMessage, bound_memory, serve
+from edgemoe.helper.child_process import HelperPool, MemoryBound, NumberedMessage, bound_addresses, serve
 from edgemoe.types.bounds import Grammar
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 
 MODULE = "edgemoe.api.generate.grammar_trial"
 TRIAL_S = 3.0  # of a processor, for trying one grammar
 DEADLINE_S = 20.0  # by the clock, on a machine that does much else
-MEMORY_BYTES = 128 << 20  # beyond the memory of a process with its tokenizer
+LOAD_S, LOAD_BYTES = 20.0, 1 << 30  # of a processor and of memory, for reading the tokenizer
+MEMORY = MemoryBound(128 << 20, 0, 256 << 20)  # beyond a process with its tokenizer
 
 
 class GrammarQuestion(NumberedMessage, frozen=True):
@@ -104,7 +106,7 @@ class GrammarChecker:
         except HelperMissing as error:
             raise EngineUnavailable(f"the process that tries grammars {error}; try again") from error
         except HelperFailed as error:
-            why = f"{param} is too complex: to try it takes more than {TRIAL_S:g} s or {MEMORY_BYTES >> 20} MiB; "
+            why = f"{param} is too complex: to try it takes more than {TRIAL_S:g} s or {MEMORY.fixed_bytes >> 20} MiB; "
             raise InvalidRequest(f"{why}simplify the schema", param=param, code="invalid_grammar") from error
         return judged(verdict, param)
 
@@ -172,10 +174,12 @@ def _cpu_s() -> float:
 def main() -> None:
     """Answers its parent's questions."""
     directory, trial_s, eos = Path(sys.argv[1]), float(sys.argv[2]), [int(one) for one in sys.argv[3:]]
+    bound_addresses(LOAD_BYTES)
+    signal.setitimer(signal.ITIMER_PROF, LOAD_S)
     trials = GrammarTrials(LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=eos or None))
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
     refuse_pickle()
-    bound_memory(MEMORY_BYTES)
-    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, trial_s)
+    serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, trial_s, memory=MEMORY)
 
 
 if __name__ == "__main__":

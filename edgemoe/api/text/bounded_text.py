@@ -1,7 +1,7 @@
 """Renders and tokenizes prompts in child processes with bounded time and memory; the child is this module's `main`.
 
 Templates and tokenizers come with a checkpoint: a template is a program, and a tokenizer's regular expressions may take
-any time. A prompt beyond `TEXT_S` or `MEMORY_BYTES` ends its child process and fails alone.
+any time. A prompt beyond `TEXT_S` or `MEMORY` ends its child process and fails alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from edgemoe.heap import give_back
 from edgemoe.helper.child_process import (
     MAX_FRAME_BYTES,
     HelperPool,
+    MemoryBound,
     NumberedMessage,
     bound_addresses,
-    bound_memory,
     serve,
 )
 from edgemoe.types.bounds import Count
@@ -38,7 +38,9 @@ LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works cons
 TEXT_S = 2.0  # of a processor, for one prompt
 TEXT_S_PER_BYTE = 2e-6  # more for each byte of a prompt: four times the usual
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
-MEMORY_BYTES = 1 << 30  # beyond a process with its tokenizer: a megabyte of text takes a hundred
+LOAD_BYTES = 1 << 30  # for these files; a tokenizer of 262,144 tokens takes 390 MiB
+MEMORY = MemoryBound(256 << 20, 256, 1 << 30)  # beyond these files; English takes 110 to 130 bytes for each of its own
+LARGE_BYTES = 1 << 20  # of a question; larger ones are answered one at a time, for their memory
 MAX_PROMPT_CHARS = 16 << 20  # that a template may make
 SHORT_CHARS = 32 << 10  # of a prompt that is tokenized as it is rendered, which saves a question
 IDS = "I"  # 32 bits
@@ -52,6 +54,10 @@ class RenderQuestion(NumberedMessage, frozen=True, tag="render"):
     extra: bytes
     add_generation_prompt: bool
 
+    @property
+    def length(self) -> int:
+        return len(self.messages) + len(self.tools) + len(self.extra)
+
 
 class EncodeQuestion(NumberedMessage, frozen=True, tag="encode"):
     """Asks for the tokens of a text."""
@@ -59,6 +65,10 @@ class EncodeQuestion(NumberedMessage, frozen=True, tag="encode"):
     text: str
     add_special_tokens: bool
     most_tokens: Count | None
+
+    @property
+    def length(self) -> int:
+        return len(self.text)
 
 
 class TextAnswer(NumberedMessage, frozen=True):
@@ -129,13 +139,14 @@ class BoundedModel(TextModel):
 
     def ask(self, asked: RenderQuestion | EncodeQuestion, what: str) -> TextAnswer:
         """Returns the answer to a question about `what`. Raises InvalidRequest, EngineUnavailable."""
-        asking = self._helpers.ask(asked, TextAnswer, principal=self._principal)
+        is_large = asked.length > LARGE_BYTES
+        asking = self._helpers.ask(asked, TextAnswer, principal=self._principal, is_large=is_large)
         try:
             answer = asyncio.run_coroutine_threadsafe(asking, self._loop).result()
         except HelperMissing as error:
             raise EngineUnavailable(f"the process that makes prompts {error}; try again") from error
         except HelperFailed as error:
-            why = f"{what}: to make a prompt of this takes more than {TEXT_S:g} s or {MEMORY_BYTES >> 20} MiB"
+            why = f"{what}: to make a prompt of this takes more than {TEXT_S:g} s or {MEMORY.fixed_bytes >> 20} MiB"
             raise InvalidRequest(why, param=what, code="prompt_too_complex") from error
         if answer.refusal:
             raise InvalidRequest(answer.refusal, param=answer.param)
@@ -163,7 +174,6 @@ class BoundedTemplate(ChatTemplate):
         return answer.text
 
 
-LOAD_BYTES = 3 << 30
 LONG_CHARS = 1 << 20  # of a text after which memory is given back
 
 
@@ -224,9 +234,8 @@ def main() -> None:
     answer = _answering(directory)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     refuse_pickle()
-    bound_memory(MEMORY_BYTES)
     kinds: Any = RenderQuestion | EncodeQuestion
-    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, text_s, TEXT_S_PER_BYTE)
+    serve(sys.stdin.buffer, sys.stdout.buffer, kinds, answer, text_s, TEXT_S_PER_BYTE, MEMORY)
 
 
 if __name__ == "__main__":
