@@ -76,7 +76,7 @@ class ChunkBudget:
 AGING_SHARE = 0.4  # of the speed of prefill: a request is overtaken for at most 2.5 times its own prefill
 OUTPUT_RESERVE = 0.25  # share of a running request's expected remaining output that is reserved in KV
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
-ADMISSIONS_BESIDE_STREAMS = 4  # in one step while others decode: each takes a fraction of a millisecond
+FEW_RUNNING = 4  # sequences that a principal may run beside others' streams, however few tokens these leave it
 FIRST_SEQUENCE_TIMEOUT_S = 2.0  # one with nothing running waits at most this long before another's surplus is paused
 
 
@@ -288,10 +288,10 @@ class Scheduler:
     # --- admission
 
     def _admit(self, now_s: float) -> None:
-        lines = self._lines_by_user(now_s)
-        before = self.admissions
-        streams = any(seq.decoding for seq in self.running)
-        while lines and not (streams and self.admissions - before >= ADMISSIONS_BESIDE_STREAMS):
+        room = self._room_of_principals(now_s)
+        waiting = [seq for seq in self.waiting if room.get(seq.identity.principal, 1)] if room else self.waiting
+        lines = self._lines_by_user(waiting, now_s)
+        while lines:
             head = self._next_head(lines, now_s)
             seq, tokens = head.waiter
             if not seq.ready or self._prefix_in_flight(seq):
@@ -305,16 +305,37 @@ class Scheduler:
             else:
                 self._start_running(seq, now_s)
                 self._pop_head(lines, seq)
+                principal = seq.identity.principal
+                if principal in room:
+                    room[principal] -= 1
+                    if room[principal] <= 0:
+                        lines = {identity: line for identity, line in lines.items() if identity.principal != principal}
+
+    def _room_of_principals(self, now_s: float) -> dict[str, int]:
+        """Returns how many more sequences each waiting principal may run; {} where nobody else has a stream.
+
+        A principal whose share of a step is few tokens runs few sequences. More would get theirs no sooner, and each
+        takes time of every step. One more is admitted after FIRST_SEQUENCE_TIMEOUT_S, so that long ones keep none out.
+        """
+        streaming = {seq.identity.principal for seq in self.running if seq.decoding}
+        waiting = {seq.identity.principal for seq in self.waiting}
+        if not self.step_shares.is_bounded or not self._is_fair or not streaming or len(streaming | waiting) < 2:
+            return {}
+        held = Counter(seq.identity.principal for seq in self.running)
+        most = max(FEW_RUNNING, 2 * self.step_shares.level)
+        accounts = self.fairness.principals
+        late = {name for name in waiting if now_s - accounts[name].turn_s >= FIRST_SEQUENCE_TIMEOUT_S}
+        return {name: max(most - held[name], int(name in late)) for name in waiting}
 
     @property
     def _is_fair(self) -> bool:
         """Returns whether principals and users take turns; by other rules all stand in one line."""
         return self._settings.scheduler == "sjf"
 
-    def _lines_by_user(self, now_s: float) -> dict[Identity, deque[PrefillWork]]:
-        """Returns each user's requests in order, resumed ones first."""
+    def _lines_by_user(self, waiting: list[Sequence], now_s: float) -> dict[Identity, deque[PrefillWork]]:
+        """Returns each user's waiting requests in order, resumed ones first."""
         lines: dict[Identity, deque[PrefillWork]] = {}
-        waiters = self._in_order([PrefillWork(seq, self._tokens_to_prefill(seq)) for seq in self.waiting], now_s)
+        waiters = self._in_order([PrefillWork(seq, self._tokens_to_prefill(seq)) for seq in waiting], now_s)
         for waiter in sorted(waiters, key=lambda waiter: not waiter.seq.started):
             lines.setdefault(self._line_key(waiter.seq), deque()).append(waiter)
         return lines

@@ -81,6 +81,8 @@ class StepShares:
         """Lets others lengthen a step to `stretch` times its duration without them; 0 sets no bound."""
         self.prices = prices
         self._stretch = stretch
+        self.is_bounded = stretch > 0.0
+        self.level = 0  # the most tokens of a principal that was cut in the last step; 0 where none had to be
         self._contended = 0  # steps in which somebody decoded
 
     def tokens_within_stretch(self, tokens: int) -> int:
@@ -96,6 +98,7 @@ class StepShares:
         as many as the principal with the fewest decoding sequences, and equally more while the step stays in its
         bound. A principal that has long steps left is not cut.
         """
+        self.level = 0
         if not self._stretch or not decoding:
             return {}
         self._contended += 1
@@ -105,7 +108,7 @@ class StepShares:
             return {}
         least = min(decoding.values())
         room = max(least * len(wanted), self.prices.tokens_within(self._stretch, least))
-        level = _level(sorted(wanted.values()), room, least)
+        self.level = level = _level(sorted(wanted.values()), room, least)
         return {
             principal: level
             for principal, tokens in wanted.items()

@@ -14,8 +14,8 @@ from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import MAX_USERS, FairnessAccounts
 from edgemoe.engine.scheduler import (
-    ADMISSIONS_BESIDE_STREAMS,
     AGING_SHARE,
+    FEW_RUNNING,
     FIRST_CHUNK_TOKENS,
     FIRST_SEQUENCE_TIMEOUT_S,
     OUTPUT_RESERVE,
@@ -164,19 +164,27 @@ def test_nobody_is_admitted_who_would_get_no_tokens() -> None:
     assert len(engine.scheduler.waiting) == 1, "the third holds no blocks yet"
 
 
-def test_beside_streams_few_requests_are_admitted_in_one_step_and_without_them_all() -> None:
+def test_a_principal_runs_few_requests_beside_another_s_stream_and_alone_all() -> None:
     engine = Engine(step_tokens=512)
-    for n in range(60):
-        engine.submit(4, user=f"u{n}")
-    assert len(engine.step()) == 60
-    engine.run()
     stream = engine.submit(4, output=500, user="stream")
     engine.step()
-    late = [engine.submit(4, output=100, user=f"u{n}") for n in range(60)]
-    for step in range(1, 16):
+    late = [engine.submit(4, output=400, user="crowd") for _ in range(60)]
+    for _ in range(10):
         engine.step()
-        assert len(engine.scheduler.running) == 1 + ADMISSIONS_BESIDE_STREAMS * step
-    assert engine.scheduler.running == [stream, *late]
+    assert engine.scheduler.running == [stream, *late[:FEW_RUNNING]]
+    waits_s = FIRST_SEQUENCE_TIMEOUT_S
+    for more in range(1, 4):  # long ones keep the others out for a while only
+        engine.now_s += waits_s
+        engine.step()
+        engine.step()
+        assert len(engine.scheduler.running) == 1 + FEW_RUNNING + more
+    other = engine.submit(4, output=9, user="other")
+    engine.step()
+    assert other in engine.scheduler.running
+    engine.scheduler.remove(stream)
+    engine.scheduler.remove(other)
+    engine.step()
+    assert not engine.scheduler.waiting
 
 
 # --- sharing
