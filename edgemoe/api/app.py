@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from edgemoe.api import ollama_queries, queries
+from edgemoe.api import lm_studio_queries, ollama_queries, queries
 from edgemoe.api.api_keys import KeyRing
-from edgemoe.api.endpoints import anthropic, completions, llama_infill, ollama, responses
+from edgemoe.api.endpoints import anthropic, completions, llama_infill, lm_studio, ollama, responses
 from edgemoe.api.endpoints import chat_completions as chat
 from edgemoe.api.endpoints.event_stream import EVENTS, stream_events
 from edgemoe.api.endpoints.ollama_format import ChatLines, TextLines
@@ -37,6 +37,7 @@ def build(api: Api) -> Starlette:
         *_openai_routes(),
         *_ollama_routes(),
         *_llama_routes(),
+        *_lm_studio_routes(),
         Route("/props", queries.props),
         Route("/reload", queries.reload, methods=["POST"]),
         Route("/cluster", queries.members),
@@ -64,7 +65,7 @@ def build_ollama(api: Api) -> Starlette:
 
 def build_forwarded(api: Api) -> Starlette:
     """Returns the ASGI application for requests that other boxes forward, which have checked their clients."""
-    routes = [*_openai_routes(), *_ollama_routes(), *_llama_routes()]
+    routes = [*_openai_routes(), *_ollama_routes(), *_llama_routes(), *_lm_studio_routes()]
     return _application(api, routes, None, guarded=())
 
 
@@ -75,6 +76,17 @@ def _llama_routes() -> list[Route]:
         Route("/apply-template", queries.apply_template, methods=["POST"]),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
+    ]
+
+
+def _lm_studio_routes() -> list[Route]:
+    return [
+        _post("/api/v1/chat", Generating(lm_studio.prepare, lm_studio.LmStudioChat, lm_studio.late_error)),
+        _post("/api/v1/models/load", Generating(lm_studio.prepare_load, lm_studio.LmStudioModel, lm_studio.late_error)),
+        Route("/api/v1/models", lm_studio_queries.list_models),
+        Route("/api/v1/models/unload", lm_studio_queries.unload, methods=["POST"]),
+        Route("/api/v0/models/{name:path}", queries.describe_model),
+        *(Route(path, lm_studio_queries.refuse, methods=methods) for path, methods, _ in lm_studio_queries.REFUSALS),
     ]
 
 

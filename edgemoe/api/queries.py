@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -50,11 +50,15 @@ _STARTED = int(time.time())
 async def list_models(request: Request) -> Response:
     """Answers GET /v1/models with the served models and the first one's aliases."""
     api = _api(request)
-    cards = [_model_card(model) for model in await api.listed()]
-    first = cards[0]
-    aliases = [name for name in api.settings.aliases if name not in (ANY_MODEL, first["id"])]
-    named = [first | {"id": name, "root": first["id"]} for name in aliases]
-    return JSONResponse({"object": "list", "data": [first, *named, *cards[1:]]})
+    return JSONResponse(model_cards(await api.listed(), api.settings.aliases))
+
+
+def model_cards(listed: Sequence[ListedModel], aliases: Sequence[str]) -> Json:
+    """Returns OpenAI's list of models; `aliases` are other names of the first one."""
+    first, *others = [_model_card(model) for model in listed]
+    others_of_first = [name for name in aliases if name not in (ANY_MODEL, first["id"])]
+    named = [first | {"id": name, "root": first["id"]} for name in others_of_first]
+    return {"object": "list", "data": [first, *named, *others]}
 
 
 async def describe_model(request: Request) -> Response:
@@ -82,6 +86,10 @@ def _model_card(model: ListedModel) -> Json:
         ],
         "architecture": MODALITIES,
         **MODALITIES,
+        "publisher": "edgemoe",
+        "arch": info.family if info is not None else "",
+        "quantization": (info.encodings or (info.dtype,))[0] if info is not None else "",
+        "compatibility_type": "edgemoe",
         "family": info.family if info is not None else "",
         "digest": info.digest if info is not None else "",
         "dtype": info.dtype if info is not None else "",

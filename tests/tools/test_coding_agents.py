@@ -84,7 +84,7 @@ AGENTS = {
         ".codex/config.toml",
     ),
     "claude": Played(
-        "@anthropic-ai/claude-code@2.1.197",
+        "@anthropic-ai/claude-code@2.1.332",
         lambda folder: ["-p", "say goodbye", "--permission-mode", "acceptEdits"],
         lambda folder: [
             f"{THOUGHT}{call('Read', file_path=str(folder / 'greet.txt'))}",

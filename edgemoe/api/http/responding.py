@@ -105,7 +105,11 @@ def error_response(error: RequestError, path: str) -> Response:
     return JSONResponse(_body(error, path), error.status, headers)
 
 
-ERROR_BODIES = {"/v1/messages": anthropic_error, "/api/": ollama_error}  # by the path's beginning; else OpenAI's
+ERROR_BODIES = {  # by the path's beginning; else OpenAI's
+    "/v1/messages": anthropic_error,
+    "/api/v": error_body,  # LM Studio's
+    "/api/": ollama_error,
+}
 
 
 def _body(error: RequestError, path: str) -> Json:
