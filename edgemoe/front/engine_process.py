@@ -17,7 +17,7 @@ import msgspec
 
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerOutdated, WireError
-from edgemoe.front.engine_starts import LastLines, ProcessDeath
+from edgemoe.front.engine_starts import LastLines, ProcessDeath, why_killed
 from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
     PLACE_BYTES,
@@ -35,6 +35,7 @@ from edgemoe.ipc.messages import (
     ToEngine,
 )
 from edgemoe.telemetry.log import goes_to_journal
+from edgemoe.telemetry.probes import count_memory_kills, memory_limit
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class EngineProcess:
         self._retired = False
         self._lines = LastLines()
         self._copying: asyncio.Task[None] | None = None
+        self._kills = count_memory_kills()  # before it
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineProcess:
@@ -236,7 +238,9 @@ class EngineProcess:
             return await self._death(failed.error, f"{failed.error}: {failed.message}")
         if code < 0:
             name = signal.Signals(-code).name
-            return await self._death(name, f"killed by {name}")
+            was_killed = code == -signal.SIGKILL and not self._retired
+            why = why_killed(self._kills, count_memory_kills(), memory_limit()) if was_killed else ""
+            return await self._death(name, f"killed by {name}{why}")
         return await self._death(f"exit status {code}", f"exit status {code}")
 
     async def death_by_hanging(self, why: str) -> ProcessDeath:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from edgemoe.config.settings import ServiceSettings
+from edgemoe.config.sizes import format_size
 from edgemoe.errors import EngineUnavailable
+from edgemoe.telemetry.probes import MemoryKills
 
 FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
 LONGEST_DELAY_S = 15.0
@@ -40,6 +42,18 @@ REMEDIES = {
     "spawn": "free memory or processes (`ulimit -u`), or install edgemoe again",
 }
 AGAIN = "`edgemoe reload`, a changed setting of the engine, or a restart of the daemon has it tried again"
+
+
+def why_killed(before: MemoryKills, now: MemoryKills, limit_bytes: int | None) -> str:
+    """Returns the words behind "killed by SIGKILL" where the kernel has killed for want of memory; else ""."""
+    if now.group == before.group and now.machine == before.machine:
+        return ""
+    lacks = "the machine has no more"
+    if limit_bytes is not None and now.group > before.group:
+        lacks = (
+            f"its control group may take {format_size(limit_bytes)} (MemoryMax of the unit, --memory of a container)"
+        )
+    return f" by the kernel for want of memory: {lacks}; set lower budgets (memory.ram_bytes, memory.kv_bytes)"
 
 
 class LastLines:

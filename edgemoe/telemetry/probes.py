@@ -10,7 +10,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -77,6 +77,25 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None and limit < _UNLIMITED:
                 yield limit, max(0, used - _stat(folder / "memory.stat", cache_key))
+
+
+class MemoryKills(NamedTuple):
+    """Counts processes that the kernel killed for want of memory, of this control group and of the whole machine."""
+
+    group: int
+    machine: int
+
+
+def count_memory_kills(root: Path = Path("/")) -> MemoryKills:
+    """Returns the numbers so far; 0 where the kernel does not tell."""
+    own = next(_cgroups(root, "memory"), root)
+    group = max(_stat(own / name, "oom_kill") for name in ("memory.events", "memory.oom_control"))
+    return MemoryKills(group, _stat(root / "proc/vmstat", "oom_kill"))
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Returns the lowest limit of this process's control groups, in bytes; None without one."""
+    return min((limit for limit, _ in _memory_limits(root)), default=None)
 
 
 def _cpu_quota(folder: Path) -> float | None:
