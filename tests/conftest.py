@@ -23,6 +23,7 @@ for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads t
     os.environ.setdefault(_name, _value)
 
 register_profiles()
+gc.disable()  # until the tests are collected, which makes many objects and no garbage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leaves all modules to no garbage collection, of which one over their objects takes half a second."""
     freeze_objects()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

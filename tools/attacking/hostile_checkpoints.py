@@ -47,6 +47,11 @@ def _put(path: Path, data: bytes | str) -> None:
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
+def _made_when_asked(make: Callable[[], Callable[[Path], Command]]) -> Callable[[Path], Command]:
+    """Makes large contents in the attack that needs them, and none when this module is imported."""
+    return lambda folder: make()(folder)
+
+
 # --- tokenizers and templates ------------------------------------------------------------------------------------
 
 
@@ -92,7 +97,7 @@ def _added(number: int, name: str) -> Json:
 TOKENIZERS: dict[str, Callable[[Path], Command]] = {
     "tokenizer: no JSON": _tokenizer_text(b"\0" * 1000),
     "tokenizer: deep": _tokenizer_text('{"model":' + "[" * 1_000_000),
-    "tokenizer: 70 MB": _tokenizer_text('{"x": "' + "y" * (70 << 20) + '"}'),
+    "tokenizer: 70 MB": _made_when_asked(lambda: _tokenizer_text('{"x": "' + "y" * (70 << 20) + '"}')),
     "tokenizer: long number": _tokenizer_text('{"version": ' + "9" * 1_000_000 + "}"),
     "tokenizer: ids of 2^63": _tokenizer(lambda one: one["model"]["vocab"].update({"zebra": 2**63})),
     "tokenizer: ids of 2^31": _tokenizer(lambda one: one["model"]["vocab"].update({"zebra": 2**31 - 1})),
@@ -177,8 +182,10 @@ SAFETENSORS: dict[str, Callable[[Path], Command]] = {
     "safetensors: length of 2^64": _header(b"{}", 2**64 - 1),
     "safetensors: deep": _header(b'{"a":' + b"[" * 1_000_000),
     "safetensors: long number": _header(b'{"a": ' + b"9" * 1_000_000 + b"}"),
-    "safetensors: 90 MB": _header(b'{"' + b"a" * (90 << 20) + b'": 1}'),
-    "safetensors: 500,000 names": _header(_entries(**{f"t{n}": _entry([0], 0, 0) for n in range(500_000)})),
+    "safetensors: 90 MB": _made_when_asked(lambda: _header(b'{"' + b"a" * (90 << 20) + b'": 1}')),
+    "safetensors: 500,000 names": _made_when_asked(
+        lambda: _header(_entries(**{f"t{n}": _entry([0], 0, 0) for n in range(500_000)}))
+    ),
     "safetensors: sizes of 2^63": _header(_entries(a=_entry([2**62, 2**62, 0], 0, 0), b=_entry([2**63], 0, 2**63))),
     "safetensors: negative": _header(_entries(a=_entry([-1], 4, 0)), rest=b"1234"),
     "safetensors: overlapping": _header(_entries(a=_entry([2], 0, 8), b=_entry([2], 4, 12)), rest=b"1" * 12),
@@ -278,7 +285,7 @@ OWN = good()[0]
 STEPS = 12
 RECORDINGS: dict[str, Callable[[Path], Command]] = {
     "recording: length of 2^32": _recording(OWN, b"x", lengths=(len(_part(["0" * 32, *OWN[1:]])), 2**32 - 1)),
-    "recording: bomb": _recording(OWN, zlib.compress(bytes(1 << 30))),
+    "recording: bomb": _made_when_asked(lambda: _recording(OWN, zlib.compress(bytes(1 << 30)))),
     "recording: deep": _recording(OWN, zlib.compress(b"\x91" * 1_000_000)),
     "recording: no experts": _recording(list(msgspec.structs.astuple(RecordingHeader("", 0, 0, 0)))),
     "recording: 2^30 experts": _recording(["", 2**30, 2**30, 2**30, True]),
