@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.turns import by_turns
 
 from edgemoe.cli import client, main
 from edgemoe.cli.doctor.checks import CheckResult
@@ -254,14 +256,15 @@ def gone_terminal() -> int:
     return its
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words", ["--version", "config --help", "config --example", "config", "nonsense", "config no.x"]
+    ("way", "words"),
+    by_turns(
+        itertools.product([gone_pipe, gone_terminal], ["", "1"]),
+        ["--version", "config --help", "config --example", "config", "nonsense", "config no.x"],
+    ),
 )
-@pytest.mark.parametrize("gone", [gone_pipe, gone_terminal])
-def test_output_that_nobody_reads_any_more_breaks_no_command(
-    gone: Callable[[], int], words: str, unbuffered: str
-) -> None:
+def test_output_that_nobody_reads_any_more_breaks_no_command(way: tuple[Callable[[], int], str], words: str) -> None:
+    gone, unbuffered = way
     command, env = [sys.executable, "-m", "edgemoe", *words.split()], os.environ | {"PYTHONUNBUFFERED": unbuffered}
     whole = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
     for streams in ("stdout",), ("stdout", "stderr"):

@@ -178,7 +178,10 @@ def summary(events: Sequence[Any]) -> tuple[dict[str, str], list[str]]:
     )
 
 
-async def test_a_front_that_is_killed_within_any_stream_costs_no_token_and_repeats_none(fronts: list[Front]) -> None:
+@pytest.mark.parametrize("cuts", [(1, 1500), pytest.param((700, 2500), marks=pytest.mark.slow)])
+async def test_a_front_that_is_killed_within_any_stream_costs_no_token_and_repeats_none(
+    fronts: list[Front], cuts: tuple[int, int]
+) -> None:
     moved = 0
     for name, (path, body) in STREAMS.items():
         body = {"model": "tiny", "stream": True, "seed": 7, **body}
@@ -186,7 +189,7 @@ async def test_a_front_that_is_killed_within_any_stream_costs_no_token_and_repea
             whole = await client.post(path, json=body)
             assert whole.status_code == 200, whole.text
         wanted, size = summary(events_of(whole.text)), 0
-        for cut in (1, 700, 1500, 2500):
+        for cut in cuts:
             async with proxied(fronts, [cut, None]) as (client, (dying, other), proxy):
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 200
@@ -199,8 +202,8 @@ async def test_a_front_that_is_killed_within_any_stream_costs_no_token_and_repea
                     headers, sent = other.asked[-1]
                     held = msgspec.json.decode(sent[: int(headers[HELD_BYTES])], type=HeldAnswer)
                     assert any(shown.tokens for frame in held.frames for shown in frame)
-        assert size >= 2, name
-    assert moved >= len(STREAMS)
+        assert size, name
+    assert moved >= len(STREAMS) // 2
 
 
 def check_ids(events: Sequence[Any]) -> None:

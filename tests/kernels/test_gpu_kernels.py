@@ -32,7 +32,7 @@ BOTH = [  # with a gate and without
     pytest.param(Activation("relu2"), id="relu2", marks=pytest.mark.slow),
 ]
 ENCODED = [kind for kind in KINDS if ENCODINGS[kind].scales(1)]
-TILES = by_turns(GENERATIONS, product(KINDS, TILE_ROWS), RARE_ENCODINGS)
+TILES = by_turns(product(GENERATIONS, TILE_ROWS), KINDS, RARE_ENCODINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +70,9 @@ def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, dtype:
         assert copies, "weights are not copied, 16 bytes at once, while the ones before them are multiplied"
 
 
-@pytest.mark.parametrize(("capability", "kind", "rows"), by_turns(GENERATIONS, product(ENCODED, ROWS), RARE_ENCODINGS))
-def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int, kind: str, rows: int) -> None:
+@pytest.mark.parametrize(("shape", "kind"), by_turns(product(GENERATIONS, ROWS), ENCODED, RARE_ENCODINGS))
+def test_kernels_of_encoded_experts_compile_for_each_generation(shape: tuple[int, int], kind: str) -> None:
+    capability, rows = shape
     swiglu = Activation("clamped_swiglu", 1.702, 7.0)
     gpt_oss = ExpertGeometry(1, 32, 4, 2880, 2880, "bfloat16", swiglu, True, (kind,))
     for kernel in (gpu_experts.gate_up, gpu_experts.down):
@@ -81,10 +82,11 @@ def test_kernels_of_encoded_experts_compile_for_each_generation(capability: int,
 
 
 @pytest.mark.parametrize("activation", BOTH)
-@pytest.mark.parametrize(("capability", "kind", "rows"), TILES)
+@pytest.mark.parametrize(("shape", "kind"), TILES)
 def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
-    capability: int, kind: str, rows: int, activation: Activation
+    shape: tuple[int, int], kind: str, activation: Activation
 ) -> None:
+    capability, rows = shape
     geometry = ExpertGeometry(1, 128, 8, 2048, 768, "bfloat16", activation, encodings=(kind,))
     for kernel in (expert_tiles.tile_gate_up, expert_tiles.tile_down):
         made = compiled(kernel, capability, geometry, expert_tiles.tile_shape(geometry, 0, rows))
