@@ -172,8 +172,9 @@ class StepPlan:
             record["rows"], record["n"], record["multiply"] = rows, n, code.rows.address
             record["x"], record["x_stride"] = part.x, part.x_stride or 4 * n
             record["out"], record["out_stride"] = part.out, part.out_stride or 4 * rows
-            record["some"], record["first"] = rows_in_chunk(rows), chunks
-            chunks += -(-rows // rows_in_chunk(rows))
+            some = rows_in_chunk(rows, code.encoding.row_bytes(n))
+            record["some"], record["first"] = some, chunks
+            chunks += -(-rows // some)
         self._kept += [made, parts]
         tokens = self.step.ctypes.data
         job = self.record(PRODUCTS, step=tokens, of_rows=of_rows, parts=made.ctypes.data, count=len(made))

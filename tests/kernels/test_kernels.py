@@ -156,7 +156,7 @@ def test_paged_attention_equals_attention_over_the_whole_context(
     torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("heads", "latent"), [(16, 32), (3, 38)])
+@pytest.mark.parametrize(("heads", "latent"), [(16, 32), (19, 32), (3, 38)])
 def test_values_may_be_the_first_part_of_the_keys(kernels: Kernels, heads: int, latent: int) -> None:
     one = Contexts(kernels, heads, 1, 40, latent)
     torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)

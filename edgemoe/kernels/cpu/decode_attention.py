@@ -17,12 +17,13 @@ from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.kv_codes import multiply_each
 from edgemoe.kernels.cpu.gemv import load_code, make_code_rows, make_rows
 from edgemoe.kernels.cpu.vector import exp32, make_place, softmax
-from edgemoe.types.arrays import fields
+from edgemoe.types.arrays import IntArray, fields
 
 BLOCK = 16  # tokens
 SPLITS = 64  # parts of a context at most
 SHORTEST = 256  # tokens of a part at least
 TILE = 4  # values added side by side
+QUERIES = 8  # query heads of a chunk at most; latent attention has all of them on one KV head
 
 # The record of one call; arrays are addresses.
 # * `queries` [tokens, heads, head_dim] float32, packed and scaled
@@ -53,6 +54,11 @@ def most_parts(longest: int) -> int:
     return min(SPLITS, (longest + SHORTEST - 1) // SHORTEST)
 
 
+def query_parts(heads: int, kv_heads: int) -> int:
+    """Returns how many chunks share the query heads of one KV head."""
+    return (heads // kv_heads + QUERIES - 1) // QUERIES
+
+
 def reach(longest: int, window: int) -> int:
     """Returns the most tokens that are read of a context of up to `longest`: a window begins within a block."""
     return min(longest, window + BLOCK - 1)
@@ -64,6 +70,7 @@ def first_block(context: int, window: int) -> int:
 
 
 _part_tokens, _most_parts, _reach, _first_block = jit(part_tokens), jit(most_parts), jit(reach), jit(first_block)
+_query_parts = jit(query_parts)
 
 
 def scratch_floats(heads: int, value_dim: int, tokens: int, longest: int) -> dict[str, int]:
@@ -99,17 +106,46 @@ def _make_add_values(load: Callable[[int, int], float]) -> Callable[[int, int, i
     return add_values  # type: ignore[no-any-return]
 
 
-def _make_attend(bf16: bool, row_code: Code, code_rows: Code) -> Code:
-    """Makes the chunk that computes one part of a context for the query heads of one KV head."""
-    rows, rows_of_codes = address_of(row_code), address_of(code_rows)
+def _make_add_context(bf16: bool) -> Callable[..., None]:
+    """Makes the function that adds up the values of a part of a context for some query heads."""
     add_values, add_codes = _make_add_values(load_bf16 if bf16 else load_f32), _make_add_values(load_code)
     size = 2 if bf16 else 4
+
+    @jit
+    def add_context(
+        job: int, table: IntArray, head: int, begin: int, end: int, scores: int, length: int, part: int, group: int
+    ) -> None:
+        a = record(job, ATTENTION)
+        line = a.head_dim if a.codes else a.head_dim * size
+        at = begin
+        while at < end:
+            inside = at % BLOCK
+            lines = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            values, count = lines + inside * line, min(BLOCK - inside, end - at)
+            for query in range(group):
+                probs = scores + (query * length + at - begin) * 4
+                to = part + (query * (a.value_dim + 2) + 2) * 4
+                if a.codes:
+                    multiply_each(probs, lines + BLOCK * line + inside * 4, count)
+                    add_codes(values, line, a.value_dim, count, probs, to)
+                else:
+                    add_values(values, line, a.value_dim, count, probs, to)
+            at += count
+
+    return add_context  # type: ignore[no-any-return]
+
+
+def _make_attend(bf16: bool, row_code: Code, code_rows: Code) -> Code:
+    """Makes the chunk that computes one part of a context for at most QUERIES query heads of one KV head."""
+    rows, rows_of_codes = address_of(row_code), address_of(code_rows)
+    add, size = _make_add_context(bf16), 2 if bf16 else 4
 
     @chunk
     def attend(job: int, number: int) -> None:
         a = record(job, ATTENTION)
         longest = _reach(a.longest, a.window)
-        splits = _most_parts(longest)
+        splits, shared = _most_parts(longest), _query_parts(a.heads, a.kv_heads)
+        part_of_queries, number = number % shared, number // shared
         token, head = number // (a.kv_heads * splits), number // splits % a.kv_heads
         context = i64_at(a.contexts)[token]
         base = _first_block(context, a.window)
@@ -117,10 +153,12 @@ def _make_attend(bf16: bool, row_code: Code, code_rows: Code) -> Code:
         start = base + number % splits * length
         if start >= context:
             return
-        end, group = min(start + length, context), a.heads // a.kv_heads
+        end, heads = min(start + length, context), a.heads // a.kv_heads
+        first = part_of_queries * QUERIES
+        group = min(QUERIES, heads - first)
         begin = max(start, context - a.window)  # no later than in the part's first block
-        scores = a.scores + number * group * _part_tokens(longest) * 4
-        queries = a.queries + (token * a.heads + head * group) * a.head_dim * 4
+        scores = a.scores + (number * heads + first) * _part_tokens(longest) * 4
+        queries = a.queries + (token * a.heads + head * heads + first) * a.head_dim * 4
         table = i64_at(a.tables + 8 * token * a.table_width)
         line, multiply = a.head_dim * size, rows()
         if a.codes:
@@ -137,26 +175,13 @@ def _make_attend(bf16: bool, row_code: Code, code_rows: Code) -> Code:
                 for query in range(group):
                     multiply_each(to + query * length * 4, lines + BLOCK * line + inside * 4, count)
             at += count
-        part = a.parts + number * group * (a.value_dim + 2) * 4
+        part = a.parts + (number * heads + first) * (a.value_dim + 2) * 4
         for query in range(group):
             result = f32_at(part + query * (a.value_dim + 2) * 4)
             result[0], result[1] = softmax(scores + query * length * 4, end - begin)
             for d in range(a.value_dim):
                 result[2 + d] = np.float32(0)
-        at = begin
-        while at < end:
-            inside = at % BLOCK
-            lines = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            values, count = lines + inside * line, min(BLOCK - inside, end - at)
-            for query in range(group):
-                probs = scores + (query * length + at - begin) * 4
-                to = part + (query * (a.value_dim + 2) + 2) * 4
-                if a.codes:
-                    multiply_each(probs, lines + BLOCK * line + inside * 4, count)
-                    add_codes(values, line, a.value_dim, count, probs, to)
-                else:
-                    add_values(values, line, a.value_dim, count, probs, to)
-            at += count
+        add(job, table, head, begin, end, scores, length, part, group)
 
     return attend
 
@@ -213,7 +238,8 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
     @jit
     def run(control: int, job: int) -> None:
         a = record(job, ATTENTION)
-        parallel(control, attending(), job, a.tokens * a.kv_heads * _most_parts(_reach(a.longest, a.window)))
+        parts = _most_parts(_reach(a.longest, a.window)) * _query_parts(a.heads, a.kv_heads)
+        parallel(control, attending(), job, a.tokens * a.kv_heads * parts)
         parallel(control, combining(), job, a.tokens * a.heads)
 
     attention = code(INT, INT)(run.py_func)

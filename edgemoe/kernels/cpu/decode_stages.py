@@ -38,11 +38,12 @@ PRODUCTS = fields("step", "of_rows", "parts", "count", "threads")
 PART = fields("weight", "line", "rows", "n", "multiply", "x", "x_stride", "out", "out_stride", "some", "first")
 _PART_BYTES = PART.itemsize
 LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
+LEAST_BYTES = 8 << 10  # of weights in one chunk of a small matrix
 
 
-def rows_in_chunk(rows: int) -> int:
+def rows_in_chunk(rows: int, row_bytes: int) -> int:
     """Returns how many of a matrix's rows one chunk multiplies."""
-    return LONG if rows >= 4 * LONG else SHORT
+    return LONG if rows >= 4 * LONG else max(SHORT, LEAST_BYTES // row_bytes)
 
 
 @chunk

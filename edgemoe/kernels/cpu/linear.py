@@ -45,7 +45,7 @@ _multiplying, _rows_in_chunk = address_of(some_rows), jit(rows_in_chunk)
 def linear(control: int, job: int) -> None:
     """Runs the product from a LINEAR record."""
     a = record(job, LINEAR)
-    a.step = _rows_in_chunk(a.rows)
+    a.step = _rows_in_chunk(a.rows, a.line)
     parallel(control, _multiplying(), job, (a.rows + a.step - 1) // a.step)
 
 
