@@ -87,6 +87,12 @@ class ExpertNames(NamedTuple):
     transposed: bool = False  # stacks are [E, H, 2I] and [E, I, H]
     interleaved: bool = False  # in stacks, gate and up take turns
 
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Returns the stacks of one projection each, as MLX has them: gate [E, I, H], if any, up and down [E, H, I]."""
+        parts = ("gate_proj", "up_proj", "down_proj")[-len(self.projections) :]
+        return tuple(f"{self.base}.{part}.weight" for part in parts)
+
     def separate(self, expert: int) -> tuple[str, ...]:
         """Returns the tensors of one expert: gate [I, H], if it has one, up [I, H] and down [H, I]."""
         return tuple(f"{self.base}.{expert}.{part}.weight" for part in self.projections)

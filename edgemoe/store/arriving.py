@@ -42,7 +42,7 @@ from edgemoe.store.layout import FilePlan, WantedEncodings, plan, plan_layer
 from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, clear
 from edgemoe.store.packer import AS_IT_IS, IDENTITY, Progress, finish, no_progress, place_of, start_over
 from edgemoe.store.pieces import ByteRun, TensorCopy
-from edgemoe.store.sources import check_method, quantisation
+from edgemoe.store.quantisation_config import check_method, quantisation
 from edgemoe.store.writer import check_scales, intact, write_file
 from edgemoe.types.json_object import Json
 

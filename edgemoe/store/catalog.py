@@ -30,9 +30,9 @@ from edgemoe.store.hub_names import hub_name, suggestion
 from edgemoe.store.layout import KEEP, WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
 from edgemoe.store.packer import Progress, ensure_store, no_progress
+from edgemoe.store.quantisation_config import check_method, is_reordered, mlx_quantisation, quantisation
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.sources import check_method, is_reordered, quantisation
-from edgemoe.types.encoding import zero_encoding
+from edgemoe.types.encoding import minimum_encoding, zero_encoding
 from edgemoe.types.experts import padded
 from edgemoe.types.model_info import commonest_first, encodings_text
 
@@ -72,6 +72,10 @@ def check_path_exists(path: Path) -> None:
 
 def _kept(config: Mapping[str, Any]) -> str:
     """Returns the encoding in which a quantised checkpoint keeps its experts; "" where it is not quantised."""
+    if about := mlx_quantisation(config):
+        size, bits = about.get("group_size"), about.get("bits")
+        stored = minimum_encoding(bits, size) if isinstance(size, int) and isinstance(bits, int) else None
+        return stored.name if stored else "int8"
     given = quantisation(config)
     if (method := given.get("quant_method")) in KEPT:
         return KEPT[method]

@@ -27,7 +27,7 @@ from edgemoe.store.hub_names import hub_name
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
 from edgemoe.store.packer import AS_IT_IS, Progress, no_progress, pack, place_of
-from edgemoe.store.sources import check_method
+from edgemoe.store.quantisation_config import check_method
 from edgemoe.types.encoding import pair_of
 
 FOLDER = ".hub"

@@ -22,7 +22,8 @@ from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint
 from edgemoe.store.gguf.gguf_tensors import GgufTensors
 from edgemoe.store.manifest import DENSE, Manifest, layer_file
 from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
-from edgemoe.store.sources import SourceRows, SourceTensor, check_method
+from edgemoe.store.quantisation_config import check_method
+from edgemoe.store.sources import SourceRows, SourceTensor
 from edgemoe.types.bounds import is_number
 from edgemoe.types.encoding import AFFINE, ENCODINGS, FLOAT32, INT4, INT8, PAIR, Encoding, pair_name, pair_of
 from edgemoe.types.experts import ExpertGeometry, padded

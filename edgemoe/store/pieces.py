@@ -9,6 +9,8 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint, CheckpointTensor
 from edgemoe.store.foreign_weights import GptqLayout, find_foreign, has_foreign
+from edgemoe.store.mlx_weights import MLX_NAMES, find_mlx
+from edgemoe.store.quantisation_config import is_reordered, mlx_quantisation, quantisation, zeros_are_less
 from edgemoe.store.sources import (
     UNUSED,
     EncodedRows,
@@ -16,10 +18,7 @@ from edgemoe.store.sources import (
     SourceTensor,
     find_source,
     has_source,
-    is_reordered,
-    quantisation,
     transforms,
-    zeros_are_less,
 )
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry
@@ -42,6 +41,15 @@ def expert_recipes(spec: ModelSpec, layer: int, has: Callable[[str], bool]) -> I
             yield _of_stack(names, geometry, expert)
         return
     rows = (geometry.width, geometry.hidden)
+    *first, last = names.stacks
+    if has(last):
+        count = geometry.experts
+        for expert in range(count):
+            yield ExpertRecipe(
+                tuple(SourceRows(name, (count, *rows), (expert,)) for name in first),
+                (SourceRows(last, (count, *geometry.down_shape), (expert,)),),
+            )
+        return
     for expert in range(geometry.experts):
         *first, last = names.separate(expert)
         yield ExpertRecipe(tuple(SourceRows(name, rows) for name in first), (SourceRows(last, geometry.down_shape),))
@@ -85,6 +93,8 @@ class SourceTensors:
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
         self.rounded = 0
+        if mlx_quantisation(checkpoint.config):
+            spec = replace(spec, names=replace(spec.names, renames=(*MLX_NAMES, *spec.names.renames)))
         self._spec, self._checkpoint = spec, checkpoint
         self._left = dict(checkpoint.tensors)
         self._stacks: dict[str, SourceTensor] = {}
@@ -103,7 +113,8 @@ class SourceTensors:
             raise CheckpointError(f"{where}: {' and '.join(found)} are the same tensor")
         config = self._checkpoint.config
         layout = GptqLayout(int(zeros_are_less(config)), is_reordered(config))
-        source = find_foreign(self._left, found[0], shape, layout) or find_source(self._left, found[0], shape, config)
+        source = find_mlx(self._left, found[0], shape) or find_foreign(self._left, found[0], shape, layout)
+        source = source or find_source(self._left, found[0], shape, config)
         for tensor in source.tensors:
             del self._left[tensor.name]
         self.rounded += source.kind == "F16"

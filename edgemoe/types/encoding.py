@@ -107,17 +107,23 @@ Q5_1 = _affine("q5_1", 5, 32, MINIMUM)
 Q4_0 = _affine("q4_0", 4, 32)
 Q4_1 = _affine("q4_1", 4, 32, MINIMUM)
 IQ4_NL = _affine("iq4_nl", 4, 32, levels=True)
-A4_64, A8_64 = _affine("a4_64", 4, 64, MINIMUM), _affine("a8_64", 8, 64, MINIMUM)
+A4_64, A6_64, A8_64 = (_affine(f"a{bits}_64", bits, 64, MINIMUM) for bits in (4, 6, 8))
 Z4_32, Z4_128 = _affine("z4_32", 4, 32, ZERO), _affine("z4_128", 4, 128, ZERO)
 Z8_32, Z8_128 = _affine("z8_32", 8, 32, ZERO), _affine("z8_128", 8, 128, ZERO)
 GGUF_AFFINE = (Q4_K, Q5_K, Q6_K, Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, IQ4_NL)
-AFFINE = (*GGUF_AFFINE, A4_64, A8_64, Z4_32, Z4_128, Z8_32, Z8_128)
+AFFINE = (*GGUF_AFFINE, A4_64, A6_64, A8_64, Z4_32, Z4_128, Z8_32, Z8_128)
 
 
 def zero_encoding(bits: int, group: int) -> Encoding | None:
     """Returns the smallest encoding that holds codes with zero points in groups of `group` columns, if there is one."""
     fitting = (Z4_128, Z4_32) if bits <= 4 else (Z8_128, Z8_32)
     return next((each for each in fitting if group % each.group == 0), None)
+
+
+def minimum_encoding(bits: int, group: int) -> Encoding | None:
+    """Returns the smallest encoding that holds codes with minima in groups of `group` columns, if there is one."""
+    fitting = [each for each in (A4_64, Q4_1, Q5_1, A6_64, A8_64) if bits <= each.bits and group % each.group == 0]
+    return min(fitting, key=lambda each: each.row_bytes(1024), default=None)
 
 
 PAIR = "+"  # between the names of the encodings of gate and up, and of down, where they differ

@@ -24,6 +24,7 @@ DENSE = {
 }
 MOE = {**DENSE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
 MLX = {"group_size": 64, "bits": 4}
+MXFP4 = {**MLX, "mode": "mxfp4"}
 COMMANDS = (["plan"], ["pack"], ["serve", "--model"])
 
 
@@ -59,8 +60,11 @@ REFUSED = {
     "a page in place of a GGUF file": (file_of(b"<html>", "x.gguf"), ("x.gguf is no GGUF file", "fetch it again")),
     "a folder of a GGUF": (folder_of(None, x_gguf=gguf("llama4")), ("GGUF of llama4", "supported are")),
     "a folder of GGUFs": (folder_of(None, x_gguf=gguf("a"), y_gguf=gguf("b")), ("2 models", "x.gguf, y.gguf")),
-    "an MLX folder": (folder_of({**MOE, "quantization": MLX}), ("MLX", "edgemoe pull")),
-    "an MLX folder of today": (folder_of({**MOE, "quantization_config": MLX}), ("MLX", "edgemoe pull")),
+    "an MLX folder": (
+        folder_of({**MOE, "architectures": ["GptOssForCausalLM"], "quantization": MLX}),
+        ("MLX of GptOss", "edgemoe pull"),
+    ),
+    "an MLX folder of a mode": (folder_of({**MOE, "quantization_config": MXFP4}), ("MLX in the mode mxfp4",)),
     "a dense model": (folder_of(DENSE), ("LlamaForCausalLM is a dense model", "Qwen3MoeForCausalLM")),
     "an unknown architecture": (
         folder_of({**MOE, "architectures": ["NobodysMoeForCausalLM"]}),

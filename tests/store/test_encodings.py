@@ -23,8 +23,8 @@ from edgemoe.errors import CheckpointError, ConfigError, StoreError, Unsupported
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, spec_of, verify_weights
 from edgemoe.store.packer import ensure_store, pack
+from edgemoe.store.quantisation_config import check_method
 from edgemoe.store.reader import ExpertStore
-from edgemoe.store.sources import check_method
 from edgemoe.types.encoding import ENCODINGS
 
 Make = Callable[..., Path]
@@ -49,7 +49,8 @@ def expert_of(store: Path, layer: int, expert: int) -> tuple[Floats, Floats]:
     split = rows * encoding.row_bytes(columns)
     data = np.frombuffer(room, np.uint8)
     gate_up = unpack(data[:split].reshape(rows, -1), encoding, columns)
-    return gate_up, unpack(data[split:].reshape(geometry.hidden, -1), encoding, geometry.width)
+    down = data[split : len(data) - geometry.bias_bytes].reshape(geometry.hidden, -1)
+    return gate_up, unpack(down, geometry.down_encoding(layer), geometry.width)
 
 
 def meant_expert(meant: dict[str, torch.Tensor], layer: int, expert: int) -> tuple[Floats, Floats]:
