@@ -4,7 +4,7 @@
     tools/attack --only "long prompts" --rounds 5
     tools/attack --address HOST:PORT --victim KEY --attacker KEY    # against a running daemon
 
-The attacker has the lowest priority, so that on one machine it takes little of the processor from its victim.
+The attacker has a lower priority than its victim. One without any answer has not attacked.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def show(found: list[Measured]) -> None:
     """Prints a table with a row for each attack."""
     table = Table(
         "attack",
+        "answered",
         "alone: p99",
         "beside one",
         "under: p99",
@@ -57,6 +58,7 @@ def show(found: list[Measured]) -> None:
     for one in found:
         table.add_row(
             one.attack,
+            str(sum(one.answers.values())),
             f"{1e3 * p99(one.alone_s):.1f} ms",
             f"{1e3 * p99(one.beside_s):.1f} ms",
             f"{1e3 * p99(one.under_s):.1f} ms",
