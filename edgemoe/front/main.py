@@ -65,6 +65,7 @@ from edgemoe.ticking import until_tick
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005  # that a thread which prepares a request may hold up the streams of others
 WORKER = (sys.executable, "-m", "edgemoe.worker")
 TICK_S = 1.0
 StoreFinder = Callable[[ModelSettings, Callable[[int, int], None]], ModelSettings]
@@ -101,6 +102,7 @@ def run(
     refuse_pickle()
     _raise_file_limit()
     keep_freed(mmap_bytes=1 << 20, trim_bytes=8 << 20)
+    sys.setswitchinterval(SWITCH_S)
     try:
         front = Front(settings, command, os.environ, on_ready, ports, reread, find_store or as_it_is)
         asyncio.run(front.serve_with_signals())

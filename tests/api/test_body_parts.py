@@ -1,4 +1,4 @@
-"""Counts lists, objects and fields of bodies in slices, whatever texts lie across their ends."""
+"""Counts lists, objects and fields of bodies in slices, across whose ends texts lie."""
 
 from __future__ import annotations
 
