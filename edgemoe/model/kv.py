@@ -33,6 +33,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
 
 
+def write_rows(data: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> None:
+    """Writes rows to their places in `data`: in host memory as bytes, since `index_copy_` goes by elements."""
+    if data.device.type == "cpu":
+        for place, row in zip(places, rows.cpu(), strict=True):
+            data[place].copy_(row)
+    else:
+        data.index_copy_(0, torch.tensor(places, dtype=torch.int64, device=data.device), rows.to(data.device))
+
+
 class LayerStates(NamedTuple):
     """One layer's states of all slots. Views of a `StateCache`."""
 
@@ -78,8 +87,7 @@ class StateCache:
 
     def scatter(self, slots: Sequence[int], rows: torch.Tensor) -> None:
         """Writes rows that `gather` returned into these slots."""
-        index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
-        self.data.index_copy_(0, index, rows.to(self.data.device))
+        write_rows(self.data, slots, rows)
 
 
 class TokenSpan(NamedTuple):
@@ -197,8 +205,7 @@ class BlockPool:
 
     def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
         """Writes rows that `gather` returned into these blocks."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
-        self.data.index_copy_(0, index, rows.to(self.data.device))
+        write_rows(self.data, blocks, rows)
 
     def views(self, row: KVRow) -> LayerKV | CodedKV:
         """Returns the views of one layer."""

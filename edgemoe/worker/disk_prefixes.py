@@ -10,10 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
+import numpy as np
 
 from edgemoe.engine.engine import Engine
 from edgemoe.helper.turns import TaskTurns
@@ -30,7 +32,9 @@ LEAST_BLOCKS = 8  # to save or to restore: fewer are computed as fast
 RESTORES_AT_ONCE, MOST_WAITING = 2, 64
 MOST_UNSAVED = 64  # requests that have ended; more are not saved
 SAVED_STATES = 2  # of a request, the last ones: at the end of its prompt and at the end of its answer
-BATCH_BYTES = 64 << 20  # of blocks that are stored between two steps
+BATCH_BYTES = 32 << 20  # of blocks that are stored between two steps, while the next ones are read
+READERS = 4  # threads: a fast disk wants several reads at once
+PLACE_BYTES = 64  # that each block begins at a multiple of, in memory
 RESTORE_S = 60.0  # after which a prompt goes on without the rest, its turn included
 STEP_S = 30.0  # that a batch waits for the end of a step
 
@@ -64,6 +68,7 @@ class DiskPrefixes:
         self._running: dict[str, _Running] = {}
         self._ended: asyncio.Queue[_Running] = asyncio.Queue(MOST_UNSAVED)
         self._turns = TaskTurns(RESTORES_AT_ONCE, each=1)
+        self._readers = ThreadPoolExecutor(READERS, "kv-read")
         self._tasks: asyncio.TaskGroup | None = None  # while `run` runs
         self.figures = DiskFigures()
 
@@ -106,8 +111,11 @@ class DiskPrefixes:
 
     async def run(self) -> None:
         """Saves and restores until cancelled."""
-        async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._save_ended())
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._save_ended())
+        finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
@@ -182,30 +190,51 @@ class DiskPrefixes:
         keys = keys[: self._last_start(keys)]
         if len(keys) - usable < LEAST_BLOCKS:
             return
-        while here < len(keys) and time.monotonic() - began_s < RESTORE_S:
-            after, whole = self._restore_batch(keys, here)
-            self.figures.restored_tokens += BLOCK_TOKENS * max(0, after - here)
-            if not whole:
-                keys = keys[: max(here, after)]
-            here = after
-        keys = keys[: self._last_start(keys)]
+        here = self._restore_blocks(keys, here, began_s + RESTORE_S)
+        keys = keys[: self._last_start(keys[:here])]
         self._restore_windows(keys)
         self._restore_state(keys)
         self._files.touch([(key, EntryKind.BLOCK) for key in reversed(keys)])
         self.figures.restore_seconds += time.monotonic() - began_s
 
-    def _restore_batch(self, keys: Sequence[bytes], first: int) -> tuple[int, bool]:
-        """Restores blocks from `first` on. Returns how many leading keys are in memory then, and whether all came."""
-        prefixes = self._engine.prefixes
-        most = max(1, BATCH_BYTES // prefixes.entry_bytes[EntryKind.BLOCK])
-        names = [(key, EntryKind.BLOCK) for key in keys[first : first + most]]
-        entries: list[ByteArray] = []
-        for name in names:
-            if (entry := self._files.read(name)) is None:
-                break
-            entries.append(entry)
-        after = self._engine.loop.ask(lambda: prefixes.take_in_run(keys, first, entries)).result(STEP_S)
-        return after, after >= first + len(names)
+    def _restore_blocks(self, keys: Sequence[bytes], here: int, until_s: float) -> int:
+        """Restores blocks from `here` on. Returns how many leading keys are in memory then.
+
+        While one batch is stored, the next one is read, in one of two buffers that are used by turns.
+        """
+        size = self._engine.prefixes.entry_bytes[EntryKind.BLOCK]
+        most, stride = max(1, BATCH_BYTES // size), -(-size // PLACE_BYTES) * PLACE_BYTES
+        buffers = [np.empty((min(most, len(keys) - here), stride), np.uint8) for _ in range(2)]
+        firsts = range(here, len(keys), most)
+        coming = self._begin_batch(keys[here : here + most], buffers[0][:, :size])
+        try:
+            for turn, first in enumerate(firsts, 1):
+                entries = list(takewhile(lambda entry: entry is not None, (future.result() for future in coming)))
+                wanted, coming = len(coming), []
+                if len(entries) == wanted:
+                    after = first + wanted
+                    coming = self._begin_batch(keys[after : after + most], buffers[turn % 2][:, :size])
+                before, here = here, self._store_batch(keys, first, entries)
+                self.figures.restored_tokens += BLOCK_TOKENS * max(0, here - before)
+                if here < first + wanted or time.monotonic() > until_s:
+                    break
+        finally:
+            wait(coming)  # they write to the buffers
+        return here
+
+    def _begin_batch(self, keys: Sequence[bytes], buffer: ByteArray) -> list[Future[ByteArray | None]]:
+        """Begins to read blocks into the rows of `buffer`."""
+        read = self._files.read
+        return [
+            self._readers.submit(read, (key, EntryKind.BLOCK), row)
+            for key, row in zip(keys, buffer[: len(keys)], strict=True)
+        ]
+
+    def _store_batch(self, keys: Sequence[bytes], first: int, entries: Sequence[ByteArray | None]) -> int:
+        """Stores blocks between two steps. Returns how many leading keys are in memory then."""
+        there = [entry for entry in entries if entry is not None]
+        take_in = self._engine.prefixes.take_in_run
+        return self._engine.loop.ask(lambda: take_in(keys, first, there)).result(STEP_S)
 
     def _last_start(self, keys: Sequence[bytes]) -> int:
         """Returns after how many blocks window and state are known, in memory or on disk, as many as possible."""

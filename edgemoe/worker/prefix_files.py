@@ -90,12 +90,15 @@ class PrefixFiles:
         """Returns the bytes of all models' files."""
         return sum(size for _, _, size in self._all_files())
 
-    def read(self, name: EntryName) -> ByteArray | None:
-        """Returns an entry; None where it is gone. A file with a damaged entry is deleted."""
+    def read(self, name: EntryName, into: ByteArray | None = None) -> ByteArray | None:
+        """Returns an entry, read `into` memory of its size if given; None where it is gone. From any thread.
+
+        A file with a damaged entry is deleted.
+        """
         entry = self._entries.get(name)
         if entry is None:
             return None
-        data = np.empty(self._sizes[name[1]], np.uint8)
+        data = np.empty(self._sizes[name[1]], np.uint8) if into is None else into
         try:
             fd = open_kept(entry.file, writable=False)
         except OSError:

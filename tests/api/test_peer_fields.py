@@ -352,7 +352,7 @@ def test_the_reasoning_among_a_messages_parts_is_its_reasoning(kind: str, within
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_llama_cpps_completion_has_its_fields(http: httpx.AsyncClient) -> None:
-    for prompt in ("SAY{abc}END", [5, 6]):
+    for prompt in ("SAY{abc}END", [5, 6], ["SAY{abc}END"], [[5, 6]]):
         answer = (await http.post("/completion", json={"prompt": prompt, "n_predict": 3})).json()
         assert answer["stop"]
         assert "content" in answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
@@ -39,12 +39,15 @@ def prepare_completion(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /completion and prepares its generation. Raises InvalidRequest."""
     body, fields = read_named(raw, Completion)
     with fields.renamed():
-        if not isinstance(body.prompt, str) and not (body.prompt and all(type(one) is int for one in body.prompt)):
+        prompt: str | Sequence[str | int | list[int]] = body.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]  # a list of prompts, of which there is one
+        if not isinstance(prompt, str) and not (prompt and all(type(one) is int for one in prompt)):
             raise InvalidRequest("prompt: give one text, or one list of token ids", param="prompt")
         if (body.n or 1) > 1:
             raise InvalidRequest("n: one answer at a time", param="n")
         wanted = context.limits.context_tokens if body.max_tokens is None else body.max_tokens
-        generation = completion_generation(structs.replace(body, max_tokens=wanted), context)
+        generation = completion_generation(structs.replace(body, prompt=prompt, max_tokens=wanted), context)
     return PreparedAnswer(generation, InfillFormat(generation), bool(body.stream), fields)
 
 
