@@ -72,7 +72,7 @@ def ask(model: Path, args: argparse.Namespace) -> str:
 
     Prints the reason. Raises CapacityError where no encoding fits.
     """
-    command = [sys.executable, "-m", "edgemoe.cli.plan.choice", str(model)]
+    command = [sys.executable, "-m", "edgemoe.cli.plan.choice_process", str(model)]
     command += ["--config", args.config] if args.config else []
     command += [word for given in args.set for word in ("--set", given)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)

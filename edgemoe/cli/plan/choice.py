@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from edgemoe.cli.plan.speed import missed
-from edgemoe.config.loading import load
-from edgemoe.errors import EdgemoeError
 
 NEAR = 1.05  # times the fewest misses, within which the loss decides
 
@@ -48,25 +43,3 @@ def choose(offers: Sequence[EncodingOffer], curve: str) -> EncodingOffer:
         counts = [offer.misses(curve)[which] for offer in offers]
         offers = [offer for offer, count in zip(offers, counts, strict=True) if count <= NEAR * min(counts) + 1e-9]
     return min(offers, key=lambda offer: (offer.divergence, offer.bits))
-
-
-def main() -> None:
-    """Prints the choice for a model as JSON, for `edgemoe.cli.auto_encoding`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--config", default="")
-    parser.add_argument("--set", action="append", default=[])
-    args = parser.parse_args()
-    from edgemoe.cli.plan.plan_command import chosen_here  # imports torch
-
-    settings = load(Path(args.config) if args.config else None, args.set).settings
-    try:
-        offer, why = chosen_here(args.model, settings)
-    except EdgemoeError as error:
-        print(json.dumps({"error": str(error)}))
-        return
-    print(json.dumps({"experts": offer.packing.removeprefix("--experts ") or "keep", "why": why}))
-
-
-if __name__ == "__main__":
-    main()
