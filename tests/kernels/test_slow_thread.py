@@ -16,6 +16,7 @@ from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
 from edgemoe.kernels.cpu.experts_decode import GATE_ROWS, MOST_DOWN_ROWS
 from edgemoe.store.catalog import spec_at
+from edgemoe.types.encoding import BFLOAT16
 
 SLOW = 0.5  # of the others' speed
 
@@ -36,7 +37,7 @@ def products(spec: ModelSpec) -> Iterator[tuple[int, int]]:
     layer, geometry = spec.expert_layers[-1], spec.geometry
     for name, shape in dense_shapes(spec).items():
         if f".layers.{layer}." in name and len(shape) == 2:
-            yield shape[0] * shape[1], -(-shape[0] // rows_in_chunk(shape[0]))
+            yield shape[0] * shape[1], -(-shape[0] // rows_in_chunk(shape[0], BFLOAT16.row_bytes(shape[1])))
     rows = (geometry.gate_up_shape[0], geometry.down_shape[0])
     yield rows[0] * geometry.hidden * geometry.top_k, -(-geometry.width // GATE_ROWS) * geometry.top_k
     yield rows[1] * geometry.width * geometry.top_k, -(-rows[1] // MOST_DOWN_ROWS)
