@@ -70,7 +70,8 @@ def group() -> Iterator[Path]:
 async def test_the_front_outlives_its_engine_and_says_what_to_change(
     tmp_path: Path, model_dir: Path, group: Path
 ) -> None:
-    front = subprocess.Popen([sys.executable, "-c", FRONT, str(tmp_path), str(model_dir), str(group)])
+    command = [sys.executable, "-c", FRONT, str(tmp_path), str(model_dir), str(group)]
+    front = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     settings = settings_for(tmp_path, model_dir)
     try:
         async with http_client(settings) as http:
