@@ -75,7 +75,10 @@ def ask(model: Path, args: argparse.Namespace) -> str:
     command = [sys.executable, "-m", "edgemoe.cli.plan.choice_process", str(model)]
     command += ["--config", args.config] if args.config else []
     command += [word for given in args.set for word in ("--set", given)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CapacityError(f"--experts auto: no answer within {ASK_S:g} s; name an encoding instead") from error
     if done.returncode:
         raise CapacityError(f"--experts auto: {(done.stderr.strip().splitlines() or ['the planner ended'])[-1]}")
     found = json.loads(done.stdout)

@@ -54,8 +54,9 @@ def serve(args: argparse.Namespace) -> int:
     ports = daemon.reserve(loaded.settings)
     settings = loaded.settings
     if settings.model.path or not settings.models:
-        model = with_encoding(settings.model, args)
-        settings = msgspec.structs.replace(settings, model=store_of(model, show_progress))
+        model = store_of(with_encoding(settings.model, args), show_progress)
+        model = msgspec.structs.replace(model, experts=settings.model.experts)  # for further models
+        settings = msgspec.structs.replace(settings, model=model)
     return daemon.run(
         settings,
         on_ready=lambda: print(ready_text(settings), flush=True),

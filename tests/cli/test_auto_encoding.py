@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +19,11 @@ from edgemoe.cli.plan.choice import EncodingOffer, choose
 from edgemoe.cli.plan.measure import MachineRates
 from edgemoe.cli.plan.plan_command import Planner, PlanOptions
 from edgemoe.cli.plan.speed import ALL, ModelVariant, find_model
+from edgemoe.config.served_models import served_models
 from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.errors import CapacityError
+from edgemoe.front import main as daemon
 from edgemoe.store.layout import ENCODING_NAMES, WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
@@ -143,6 +146,33 @@ def test_a_store_that_is_here_decides(
     named = with_encoding(ModelSettings(path=store.name, store_dir=str(tmp_path), experts=AUTO), ARGS)
     assert named.experts == "keep"
     assert resolve_experts("int4", model_path(), ARGS, str(tmp_path)) == "int4"
+
+
+def test_a_planner_that_does_not_answer_is_an_error_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_encoding, "ASK_S", 0.01)
+    with pytest.raises(CapacityError, match="name an encoding"):
+        auto_encoding.ask(model_path(), ARGS)
+
+
+@pytest.mark.parametrize("experts", [AUTO, "q5_k"])
+def test_further_models_are_chosen_for_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    first, further = (shutil.copytree(model_path(), tmp_path / name) for name in ("first", "further"))
+    choices = {first: "int8", further: "q4_k"}
+    served: list[tuple[Settings, Callable[..., ModelSettings]]] = []
+    monkeypatch.setattr(auto_encoding, "ask", lambda model, _: choices[model])
+    monkeypatch.setattr(daemon, "reserve", lambda _: None)
+    monkeypatch.setattr(daemon, "run", lambda settings, **given: served.append((settings, given["find_store"])) or 0)
+    words = (f"model.store_dir={tmp_path / 'stores'}", f"models.more.path={further}", f"api.socket={tmp_path / 's'}")
+    options = [option for word in words for option in ("--set", word)]
+    assert main(["serve", "--model", str(first), "--experts", experts, *options]) == 0
+    ((settings, find_store),) = served
+    found = find_store(served_models(settings)["more"].engine.model, lambda *_: None)
+    encodings = [
+        {layer.encoding for layer in Manifest.load(Path(path)).layers} for path in (settings.model.path, found.path)
+    ]
+    assert encodings == ([{"int8"}, {"q4_k"}] if experts == AUTO else [{"q5_k"}, {"q5_k"}])
 
 
 def test_pack_and_its_store_are_in_the_chosen_encoding(
