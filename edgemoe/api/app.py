@@ -25,7 +25,7 @@ from edgemoe.api.http import responding as http
 from edgemoe.api.http.middleware import OriginCheck, Origins, PlainPaths, RequestMiddleware
 from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.resources import Api
-from edgemoe.api.schema import Chat, Completion, Infill
+from edgemoe.api.schema import Chat, Completion, Infill, LlamaCompletion
 from edgemoe.errors import EdgemoeError, RequestError
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,10 @@ def build_forwarded(api: Api) -> Starlette:
 
 def _llama_routes() -> list[Route]:
     return [
-        _post("/completion", Generating(llama_infill.prepare_completion, Completion, llama_infill.late_error)),
+        _post("/completion", Generating(llama_infill.prepare_completion, LlamaCompletion, llama_infill.late_error)),
         _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
         Route("/apply-template", queries.apply_template, methods=["POST"]),
+        Route("/v1/chat/completions/input_tokens", queries.count_chat_tokens, methods=["POST"]),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
     ]
@@ -100,7 +101,7 @@ def _openai_routes() -> list[Route]:
         _post("/v1/messages", Generating(anthropic.prepare, anthropic.MessagesBody, anthropic.late_error)),
         Route("/v1/responses/input_tokens", queries.count_input_tokens, methods=["POST"]),
         Route("/v1/messages/count_tokens", queries.count_tokens, methods=["POST"]),
-        Route("/v1/embeddings", queries.refuse_embeddings, methods=["POST"]),
+        *(Route(path, queries.refuse_embeddings, methods=["POST"]) for path in queries.EMBEDDINGS),
     ]
 
 
@@ -149,7 +150,8 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            allow_private_network=True,  # the owner has listed the page: it may be of another network
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     ]
 

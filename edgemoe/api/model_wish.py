@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from edgemoe.api.peer_fields import bare_scalar
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS
 
@@ -38,6 +39,7 @@ class _Named(msgspec.Struct):
     model: str | None = None
     name: str | None = None  # an earlier name of `model` in Ollama's API
     stream: msgspec.Raw = NOTHING
+    extra_body: msgspec.Raw = NOTHING
 
 
 class _Kept(_Named):
@@ -51,9 +53,11 @@ def read_wish(raw: bytes) -> ModelWish:
     """Returns the model that a body names; none of a body that is no object, which its endpoint refuses."""
     try:
         body = msgspec.json.decode(raw, type=_Named)
+        more = msgspec.json.decode(body.extra_body, type=_Named) if bytes(body.extra_body)[:1] == b"{" else _Named()
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return NO_WISH
-    return ModelWish(body.model, is_stream=bytes(body.stream) == b"true", others=_others(bytes(body.models)))
+    stream, models = bytes(body.stream) or bytes(more.stream), bytes(body.models) or bytes(more.models)
+    return ModelWish(body.model or more.model, is_stream=bare_scalar(stream) == b"true", others=_others(models))
 
 
 def _others(raw: bytes) -> tuple[str, ...]:
@@ -72,7 +76,7 @@ def read_ollama_wish(raw: bytes) -> ModelWish:
         return NO_WISH
     keep_s = None if body.keep_alive is None else seconds_of(body.keep_alive)
     is_empty = all(bytes(part) in EMPTY for part in (body.messages, body.prompt, body.suffix))
-    is_stream = bytes(body.stream) != b"false"
+    is_stream = bare_scalar(bytes(body.stream)) != b"false"
     return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0, is_stream=is_stream)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from edgemoe.api.peer_formats import NULL, Fields, decoded, encoded, read_format
 from edgemoe.errors import InvalidRequest
 
-Fields = dict[str, bytes]  # a body's fields, as JSON
-NULL = b"null"
 ALL_TOKENS = b"2147483648"  # more than any context has
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -37,6 +36,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ignore_eos": ("ban_eos_token",),
     "continue_final_message": ("continue_",),
     "top_logprobs": ("n_probs",),
+    "n": ("n_cmpl",),
 }
 # values that stand for an absent field; of max_tokens: for as many as the context has room for
 SENTINELS: dict[str, tuple[int, ...]] = {
@@ -89,20 +89,23 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
         if name in own and given and _is_absent(fields, name):
             fields[name], clients[name] = fields[given], given
     for name in scalar_fields(kind) & fields.keys():
-        fields[name] = _scalar(fields[name])
+        fields[name] = bare_scalar(fields[name])
     for name in _whole_fields(kind) & fields.keys():
         fields[name] = _whole(fields[name])
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "top_k"):
+        if name in own and type(many := decoded(fields.get(name, NULL))) is int and many > int(ALL_TOKENS):
+            fields[name] = ALL_TOKENS
     if "seed" in own:
         _read_seed(fields)
-    if "user" in own and type(user := _decoded(fields.get("user", NULL))) is int:
-        fields["user"] = _encoded(str(user))
-    if "temperature" in own and _decoded(fields.get("do_sample", NULL)) is False:
-        fields["temperature"] = _encoded(0)
+    if "user" in own and type(user := decoded(fields.get("user", NULL))) is int:
+        fields["user"] = encoded(str(user))
+    if "temperature" in own and decoded(fields.get("do_sample", NULL)) is False:
+        fields["temperature"] = encoded(0)
     for name, sentinels in SENTINELS.items():
-        if name in own and _decoded(fields.get(name, NULL)) in sentinels:
+        if name in own and decoded(fields.get(name, NULL)) in sentinels:
             fields[name] = ALL_TOKENS if name == "max_tokens" else NULL
     if "logit_bias" in own and fields.get("logit_bias", NULL)[:1] == b"[":
-        fields["logit_bias"] = _encoded(_bias_pairs(fields["logit_bias"]))
+        fields["logit_bias"] = encoded(_bias_pairs(fields["logit_bias"]))
     if "logprobs" in own:
         _read_logprobs(fields, own)
     if "include_reasoning" in own:
@@ -110,33 +113,31 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
     if "chat_template_kwargs" in own:
         _read_thinking(fields)
     if "add_generation_prompt" in own:  # a chat's
+        clients |= _read_functions(fields)
         _read_tools(fields)
-    if "response_format" in own and (name := _read_format(fields, own)):
+    if "response_format" in own and _is_empty(decoded(fields.get("response_format", NULL))):
+        fields["response_format"] = NULL
+    if "response_format" in own and (name := read_format(fields, own)):
         clients["response_format"] = name
     return clients
 
 
 def _read_seed(fields: Fields) -> None:
     """Writes a seed of 64 bits without a sign as the same bits with one."""
-    seed = _decoded(fields.get("seed", NULL))
+    seed = decoded(fields.get("seed", NULL))
     if type(seed) is int and 1 << 63 <= seed < (1 << 64) - 1:
-        fields["seed"] = _encoded(seed - (1 << 64))
+        fields["seed"] = encoded(seed - (1 << 64))
+
+
+def _is_empty(value: Any) -> bool:
+    """Returns whether a value is an object all of whose members are absent."""
+    return isinstance(value, dict) and all(member is None for member in value.values())
 
 
 def _is_absent(fields: Fields, name: str) -> bool:
     return fields.get(name, NULL) == NULL
 
 
-def _decoded(raw: bytes) -> Any:
-    """Returns a value; None for one that is long, so that a list of a million is not read twice."""
-    return msgspec.json.decode(raw) if len(raw) <= MAX_SMALL_BYTES else None
-
-
-def _encoded(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
-MAX_SMALL_BYTES = 4096
 MAX_BIASES = 4096
 
 
@@ -169,7 +170,7 @@ def _whole(raw: bytes) -> bytes:
     """Returns a number, or lists of numbers, with floats such as 6.0 as whole numbers."""
     if raw[:1] == b'"' or not any(mark in raw for mark in (b".", b"e", b"E")):
         return raw
-    return _encoded(_without_floats(msgspec.json.decode(raw)))
+    return encoded(_without_floats(msgspec.json.decode(raw)))
 
 
 def _without_floats(value: Any) -> Any:
@@ -190,7 +191,7 @@ def _is_scalar(described: inspect.Type) -> bool:
     return isinstance(described, inspect.IntType | inspect.FloatType | inspect.BoolType)
 
 
-def _scalar(raw: bytes) -> bytes:
+def bare_scalar(raw: bytes) -> bytes:
     """Returns a value without the quotes that some clients put around numbers, true and false."""
     bare = raw[1:-1].lower() if raw[:1] == b'"' and len(raw) <= MAX_SCALAR_BYTES else b""
     return bare if SCALAR.fullmatch(bare) else raw
@@ -220,19 +221,22 @@ def _bias_pairs(raw: bytes) -> dict[str, float]:
 
 def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:
     """Reads a chat's log probabilities given as their number, and a completion's given as n_probs."""
-    given = _decoded(fields.get("logprobs", NULL))
+    given = decoded(fields.get("logprobs", NULL))
     if "top_logprobs" not in own:  # a completion: their number
-        if given is None and (most := _decoded(fields.get("n_probs", NULL))):
-            fields["logprobs"] = _encoded(most)
+        if given is None and (most := decoded(fields.get("n_probs", NULL))):
+            fields["logprobs"] = encoded(most)
         if given is False:
             fields["logprobs"] = NULL
+        if given is True:  # in the form of a chat
+            most = decoded(fields.get("top_logprobs", NULL))
+            fields["logprobs"] = encoded(most if type(most) is int else 0)
         return
     if type(given) is int:
-        fields["logprobs"] = _encoded(True)
+        fields["logprobs"] = encoded(True)
         if _is_absent(fields, "top_logprobs"):
-            fields["top_logprobs"] = _encoded(given)
-    if given is None and _decoded(fields.get("n_probs", NULL)):
-        fields["logprobs"] = _encoded(True)
+            fields["top_logprobs"] = encoded(given)
+    if given is None and decoded(fields.get("n_probs", NULL)):
+        fields["logprobs"] = encoded(True)
 
 
 # --- thinking -----------------------------------------------------------------------------------------------------
@@ -240,30 +244,28 @@ def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:
 
 def _read_thinking(fields: Fields) -> None:
     """Writes the first setting of thinking, and of its effort, to the template's variables where these have none."""
-    given = [
-        (name, _decoded(fields[name])) for name in WITH_THINKING if not _is_absent(fields, name) and name in fields
-    ]
+    given = [(name, decoded(fields[name])) for name in WITH_THINKING if not _is_absent(fields, name) and name in fields]
     settings = [_thinking(name, value) for name, value in given]
     thinks = next((thinks for thinks, _ in settings if thinks is not None), None)
     effort = next((effort for _, effort in settings if effort), "")
     if (thinks is None and not effort) or not _is_object(fields.get("chat_template_kwargs", NULL)):
         return
-    if _decoded(fields.get("reasoning_effort", NULL)) in (*EFFORTS_OFF, *EFFORTS_ON):
+    if decoded(fields.get("reasoning_effort", NULL)) in (*EFFORTS_OFF, *EFFORTS_ON):
         fields["reasoning_effort"] = NULL  # no effort, but said by `thinks`
     variables: dict[str, Any] = dict(msgspec.json.decode(fields.get("chat_template_kwargs", NULL)) or {})
     if thinks is not None and not {"enable_thinking", "thinking"} & variables.keys():
         variables["enable_thinking"] = thinks
     if effort:
         variables.setdefault("reasoning_effort", effort)
-    fields["chat_template_kwargs"] = _encoded(variables)
+    fields["chat_template_kwargs"] = encoded(variables)
 
 
 def _read_hidden(fields: Fields) -> None:
     """Reads whether the answer shall be without its reasoning, as OpenRouter and Groq name it."""
-    asked = _decoded(fields.get("reasoning", NULL))
+    asked = decoded(fields.get("reasoning", NULL))
     is_excluded = isinstance(asked, dict) and asked.get("exclude") is True
-    if is_excluded or _decoded(fields.get("reasoning_format", NULL)) == "hidden":
-        fields["include_reasoning"] = _encoded(False)
+    if is_excluded or decoded(fields.get("reasoning_format", NULL)) == "hidden":
+        fields["include_reasoning"] = encoded(False)
 
 
 def _is_object(raw: bytes) -> bool:
@@ -313,6 +315,25 @@ def _effort(word: str, name: str) -> tuple[bool | None, str]:
 
 # --- tools --------------------------------------------------------------------------------------------------------
 
+
+FUNCTIONS = "functions"  # OpenAI's first name of `tools`
+
+
+def _read_functions(fields: Fields) -> dict[str, str]:
+    """Reads OpenAI's first form of tools. Returns this server's names of the fields, with the client's."""
+    if fields.get(FUNCTIONS, NULL)[:1] != b"[" or not _is_absent(fields, "tools"):
+        return {}
+    given: Any = msgspec.json.decode(fields[FUNCTIONS])
+    if not given:
+        return {}
+    fields["tools"] = encoded([{"type": "function", "function": one} for one in given])
+    choice = decoded(fields.get("function_call", NULL))
+    if choice is not None:
+        fields["tool_choice"] = encoded({"function": choice} if isinstance(choice, dict) else choice)
+    fields["parallel_tool_calls"] = b"false"
+    return {"tools": FUNCTIONS, "tool_choice": "function_call"}
+
+
 TOOL_CHOICES = {"any": "required", "required": "required", "auto": "auto", "none": "none"}
 
 
@@ -321,15 +342,15 @@ def _read_tools(fields: Fields) -> None:
 
     Raises InvalidRequest for a choice of a tool that is left out.
     """
-    choice = _decoded(fields.get("tool_choice", NULL))
-    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
+    choice = decoded(fields.get("tool_choice", NULL))
+    kind = (choice.get("type") or "function") if isinstance(choice, dict) else choice
     allowed: list[str] | None = None
     if isinstance(kind, str) and kind in TOOL_CHOICES:
-        fields["tool_choice"] = _encoded(TOOL_CHOICES[kind])
+        fields["tool_choice"] = encoded(TOOL_CHOICES[kind])
     elif kind == "allowed_tools":
         allowed = _allow_tools(fields, choice)
     elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:
-        fields["tool_choice"] = _encoded({"function": {"name": choice["name"]}})
+        fields["tool_choice"] = encoded({"function": {"name": choice["name"]}})
     elif isinstance(choice, dict) and kind != "function":
         raise InvalidRequest(f"tool_choice: no tool of type {kind!r} runs here", param="tool_choice")
     if fields.get("tools", NULL)[:1] == b"[":
@@ -338,12 +359,12 @@ def _read_tools(fields: Fields) -> None:
         if allowed is not None:
             offered = [tool for tool in offered if _name(tool) in allowed]
         if offered != given:
-            fields["tools"] = _encoded(offered)
+            fields["tools"] = encoded(offered)
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
     """Returns whether a tool is a function of the client's, in any form: others run on their makers' servers."""
-    return "function" in tool or tool.get("type", "function") == "function"
+    return "function" in tool or tool.get("type") in (None, "function")
 
 
 def _function(tool: Any) -> Any:
@@ -368,103 +389,5 @@ def _allow_tools(fields: Fields, choice: Mapping[str, Any]) -> list[str]:
     if not isinstance(tools, list) or not isinstance(mode, str) or mode not in ("auto", "required"):
         message = "tool_choice.allowed_tools: give a `mode` of auto or required, and a list of `tools`"
         raise InvalidRequest(message, param="tool_choice")
-    fields["tool_choice"] = _encoded(mode)
+    fields["tool_choice"] = encoded(mode)
     return [name for tool in tools if isinstance(name := _name(_function(tool)), str)]
-
-
-# --- structured output --------------------------------------------------------------------------------------------
-
-
-def _schema(value: Any) -> Any:
-    """Returns a format of a schema, which may be JSON text."""
-    if isinstance(value, str):
-        value = msgspec.json.decode(value)
-    if not isinstance(value, dict | bool):
-        raise ValueError("is no JSON Schema")
-    return {"type": "json_schema", "json_schema": {"schema": value}}
-
-
-def _one_of(value: Any) -> Any:
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-        raise ValueError("is no list of texts")
-    return {"type": "choice", "choice": value}
-
-
-def _text_of(kind: str) -> Callable[[Any], Any]:
-    def form(value: Any) -> Any:
-        if not isinstance(value, str):
-            raise ValueError("is no text")
-        return {"type": kind, kind: value}
-
-    return form
-
-
-def _ollamas(value: Any) -> Any:
-    return {"type": "json_object"} if value == "json" else _schema(value)
-
-
-FORMATS: dict[str, Callable[[Any], Any]] = {
-    "guided_json": _schema,
-    "json_schema": _schema,
-    "guided_regex": _text_of("regex"),
-    "regex": _text_of("regex"),
-    "guided_choice": _one_of,
-    "guided_grammar": _text_of("grammar"),
-    "grammar": _text_of("grammar"),
-    "grammar_string": _text_of("grammar"),
-    "ebnf": _text_of("grammar"),
-    "format": _ollamas,
-}
-STRUCTURED_OUTPUTS: dict[str, Callable[[Any], Any]] = {  # vLLM's object of one of these
-    "json": _schema,
-    "regex": _text_of("regex"),
-    "choice": _one_of,
-    "grammar": _text_of("grammar"),
-    "json_object": lambda _: {"type": "json_object"},
-}
-WITHOUT_FORMAT = (b"null", b'""', b"false")
-
-
-def _read_format(fields: Fields, own: frozenset[str]) -> str:
-    """Writes the format that the client names otherwise to `response_format`. Returns that name; "" for none.
-
-    Raises InvalidRequest.
-    """
-    asked = {
-        name: (fields[name], form)
-        for name, form in FORMATS.items()
-        if name not in own and fields.get(name, NULL) not in WITHOUT_FORMAT
-    }
-    if "structured_outputs" in fields and "structured_outputs" not in own:
-        asked |= _structured_outputs(fields["structured_outputs"])
-    if not asked:
-        return ""
-    name, *others = asked
-    if not _is_free(fields.get("response_format", NULL)):
-        others.append("response_format")
-    if others:
-        raise InvalidRequest(f"{name} and {others[0]} each ask for a format; give one", param=name)
-    raw, form = asked[name]
-    try:
-        fields["response_format"] = _encoded(form(msgspec.json.decode(raw)))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name}: {error}", param=name, code="invalid_type") from None
-    return name
-
-
-def _structured_outputs(raw: bytes) -> dict[str, tuple[bytes, Callable[[Any], Any]]]:
-    try:
-        members = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | None) or {}
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"structured_outputs: {error}", param="structured_outputs", code="invalid_type") from None
-    given = {key: bytes(value) for key, value in members.items() if bytes(value) not in WITHOUT_FORMAT}
-    if "structural_tag" in given:
-        message = "structured_outputs.structural_tag is not supported by this server; leave it out"
-        raise InvalidRequest(message, param="structured_outputs", code="unsupported_parameter")
-    return {f"structured_outputs.{key}": (given[key], form) for key, form in STRUCTURED_OUTPUTS.items() if key in given}
-
-
-def _is_free(raw: bytes) -> bool:
-    """Returns whether a `response_format` asks for no format."""
-    form = _decoded(raw)
-    return len(raw) <= MAX_SMALL_BYTES and (form is None or (isinstance(form, dict) and form.get("type") == "text"))

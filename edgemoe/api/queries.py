@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -58,7 +59,13 @@ def model_cards(listed: Sequence[ListedModel], aliases: Sequence[str]) -> Json:
     first, *others = [_model_card(model) for model in listed]
     others_of_first = [name for name in aliases if name not in (ANY_MODEL, first["id"])]
     named = [first | {"id": name, "root": first["id"]} for name in others_of_first]
-    return {"object": "list", "data": [first, *named, *others]}
+    cards = [first, *named, *others]
+    return {"object": "list", "data": cards, **_only_page([card["id"] for card in cards])}
+
+
+def _only_page(ids: Sequence[str]) -> Json:
+    """Returns the fields by which Anthropic's clients know that a list is whole."""
+    return {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
 
 
 async def describe_model(request: Request) -> Response:
@@ -75,7 +82,9 @@ def _model_card(model: ListedModel) -> Json:
     return {
         "id": model.name,
         "object": "model",
+        "display_name": model.name,
         "created": _STARTED,
+        "created_at": datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "edgemoe",
         **dict.fromkeys(CONTEXT_FIELDS, model.context_tokens),
         "type": "llm",
@@ -100,9 +109,15 @@ def _model_card(model: ListedModel) -> Json:
     }
 
 
+EMBEDDINGS = (  # paths of OpenAI, llama.cpp and vLLM, for models of other kinds
+    *("/v1/embeddings", "/embedding", "/v1/rerank", "/rerank", "/v1/reranking", "/reranking"),
+    *("/v1/score", "/score", "/pooling", "/classify"),
+)
+
+
 async def refuse_embeddings(request: Request) -> Response:
-    """Raises ModelNotFound: a generating model has no embeddings."""
-    raise ModelNotFound("the model served here has no embeddings", code="no_embeddings")
+    """Raises ModelNotFound: a generating model has no embeddings and no scores of documents."""
+    raise ModelNotFound("the model served here has no embeddings, and ranks no documents", code="no_embeddings")
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -126,6 +141,11 @@ async def count_tokens(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Answers POST /v1/responses/input_tokens with the length of a prompt."""
     return await _answer_in_thread(request, responses.ResponsesBody, _input_tokens)
+
+
+async def count_chat_tokens(request: Request) -> Response:
+    """Answers llama.cpp's POST /v1/chat/completions/input_tokens with the length of a chat's prompt."""
+    return await _answer_in_thread(request, Chat, _chat_tokens)
 
 
 async def apply_template(request: Request) -> Response:
@@ -159,14 +179,27 @@ def _tokenized(body: Tokenize, context: RequestContext) -> Json:
         raise InvalidRequest("give one of prompt, content and messages", param="prompt")
     if body.messages is None:
         special = body.content is None if body.add_special_tokens is None else body.add_special_tokens
-        ids = encode_counted(text, body.prompt or body.content or "", special, limits, "prompt")
+        words = body.prompt or body.content or ""
+        if body.parse_special is False and (mark := next((one for one in text.vocabulary.special if one in words), "")):
+            why = f"parse_special: {mark!r} in a text is always the special token here"
+            raise InvalidRequest(why, param="parse_special", code="unsupported_parameter")
+        ids = encode_counted(text, words, special, limits, "prompt")
     else:
         own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
         ids = tokenize_prompt(Chat(**own), text, limits)
     tokens: list[Any] = ids
     if body.with_pieces:
-        tokens = [{"id": id, "piece": text.vocabulary.name(id)} for id in ids]
-    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": tokens}
+        tokens = [{"id": id, "piece": _piece(text.vocabulary.bytes_of(id))} for id in ids]
+    texts = {"token_strs": [text.vocabulary.name(id) for id in ids]} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": tokens, **texts}
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """Returns a token as llama.cpp does: its text, or its bytes where these are not UTF-8."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 def _detokenized(body: Detokenize, context: RequestContext) -> Json:
@@ -192,6 +225,10 @@ def _input_tokens(body: responses.ResponsesBody, context: RequestContext) -> Jso
     with fields.renamed():
         count = len(tokenize_prompt(plain, context.text, context.limits))
     return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def _chat_tokens(body: Chat, context: RequestContext) -> Json:
+    return {"object": "response.input_tokens", "input_tokens": len(tokenize_prompt(body, context.text, context.limits))}
 
 
 def _rendered(body: Chat, context: RequestContext) -> Json:

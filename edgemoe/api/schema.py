@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
-from edgemoe.api.peer_fields import read_peer_fields, unwrap_extra_body
+from edgemoe.api.field_names import FieldNames
+from edgemoe.api.peer_fields import bare_scalar, read_peer_fields, unwrap_extra_body
+from edgemoe.api.schema_forms import object_schema
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS, Repetition
 
@@ -35,14 +35,13 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 ChoiceCount = Annotated[int, Meta(ge=1, le=128)]
 StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+SchemaOrText = dict[str, Any] | bool | str  # a JSON Schema, or JSON text of one
 
 # field -> values without effect; any other is refused. OpenAI's fields first, then other servers' fields.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
+    "best_of": (1,),  # and the number of choices
     "modalities": (["text"],),
     "suffix": ("",),
     "allowed_token_ids": (),
@@ -81,17 +80,29 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "smoothing_factor": (0,),
     "xtc_probability": (0,),
+    "echo": (False,),
+    "image_data": ([],),
+    "logprob_token_ids": ([],),
+    "post_sampling_probs": (False,),
+    "prompt_embeds": ([],),
+    "reasoning_format": ("auto", "deepseek", "hidden", "parsed"),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_tokens": (False,),
+    "return_tokens_as_token_ids": (False,),
 }
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
-    schema: dict[str, Any] | bool | None = None
-    schema_definition: dict[str, Any] | bool | None = None  # Mistral's name of `schema`
+    schema: SchemaOrText | None = None
+    schema_definition: SchemaOrText | None = None  # Mistral's name of `schema`
     strict: bool | Literal["true", "false"] | None = None  # LM Studio's documentation has it as text
 
     @property
-    def own_schema(self) -> dict[str, Any] | bool | None:
+    def own_schema(self) -> dict[str, Any] | bool | str | None:
         """Returns the schema by either name."""
         return self.schema_definition if self.schema is None else self.schema
 
@@ -101,7 +112,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | bool | None = None  # of json_object and json_schema, as Together and llama.cpp have it
+    schema: SchemaOrText | None = None  # of json_object and json_schema, as Together and llama.cpp have it
     strict: bool | None = None
     regex: str | None = None
     pattern: str | None = None  # another name of regex
@@ -144,12 +155,18 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Any = None  # a schema of an object, or JSON text of one; once read a dict, or None
     strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            structs.force_setattr(self, "parameters", object_schema(self.parameters))
+        except ValueError as error:
+            raise ValueError(f"parameters: {error}") from None
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    type: str = "function"
+    type: str | None = "function"
     function: Function
 
 
@@ -158,23 +175,23 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
-    type: str = "function"
+    type: str | None = "function"
     function: NamedFunction
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | list[Any] | None = None
 
 
 class CustomCall(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    input: str = ""
+    input: str | None = None
 
 
 class PastToolCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None = None
-    type: str = "function"
+    type: str | None = "function"
     function: CalledFunction | None = None
     custom: CustomCall | None = None  # of a tool that takes text
 
@@ -188,11 +205,11 @@ class PastToolCall(msgspec.Struct, frozen=True, kw_only=True):
         if self.function is not None:
             return self.function
         assert self.custom is not None
-        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
+        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input or ""})
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: str | None = "text"
     text: str | None = None
     refusal: str | None = None
     thinking: str | list[dict[str, Any]] | None = None  # Mistral's reasoning: text, or parts of text
@@ -200,14 +217,49 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
-    content: str | Annotated[list[ContentPart | str], Meta(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | None = None
+    content: (
+        str | Annotated[list[Any], Meta(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | int | float | bool | None
+    ) = None  # a list has texts and ContentParts; a tool's result may be any JSON
     name: Label | None = None
     prefix: bool | None = None  # the answer goes on with this message, as DeepSeek and Mistral have it
     partial: bool | None = None  # likewise, as Qwen and Kimi have it
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
     tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    function_call: CalledFunction | None = None  # the one call of OpenAI's first form
     tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.content, list):
+            structs.force_setattr(self, "content", self._parts(self.content))
+        elif isinstance(self.content, int | float) and not self.is_result:
+            kind = type(self.content).__name__
+            raise ValueError(f"content: Expected `str | object | array | null`, got `{kind}`")
+
+    @property
+    def is_result(self) -> bool:
+        """Returns whether the message has the result of a call."""
+        return self.role in ("tool", "function")
+
+    def _parts(self, parts: list[Any]) -> list[Any]:
+        """Returns the parts of the content; a result that is any other list as it is."""
+        if self.is_result and not all(isinstance(one, str) or _is_part(one) for one in parts):
+            return parts
+        found = []
+        for at, part in enumerate(parts):
+            if not isinstance(part, str | dict | ContentPart):
+                kind = "null" if part is None else type(part).__name__
+                raise ValueError(f"content[{at}]: Expected `str | object`, got `{kind}`")
+            try:
+                found.append(msgspec.convert(part, ContentPart) if isinstance(part, dict) else part)
+            except msgspec.ValidationError as error:
+                reason, _, path = str(error).partition(" - at ")
+                raise ValueError(f"content[{at}]{path.strip('`').removeprefix('$')}: {reason}") from None
+        return found
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("type", "text" if "text" in value else None), str)
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -217,7 +269,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """A text that the answer is expected to repeat in part."""
 
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)]
-    type: Literal["content"] = "content"
+    type: Literal["content"] | None = "content"
 
     @property
     def text(self) -> str:
@@ -268,16 +320,22 @@ class OtherFile(msgspec.Struct, frozen=True):
     """A file beside the one that is edited."""
 
     text: str
-    filename: str = "tmp"
+    filename: str | None = "tmp"
 
 
-class Infill(Completion, frozen=True, kw_only=True):
+class LlamaCompletion(Completion, frozen=True, kw_only=True):
+    """The body of llama.cpp's POST /completion."""
+
+    return_tokens: bool | None = None
+
+
+class Infill(LlamaCompletion, frozen=True, kw_only=True):
     """The body of POST /infill. `prompt` is the beginning of the text between prefix and suffix."""
 
-    prompt: str = ""
-    input_prefix: str = ""
-    input_suffix: str = ""
-    input_extra: Annotated[list[OtherFile], Meta(max_length=MAX_FILES)] = []
+    prompt: str | None = None  # type: ignore[assignment]
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    input_extra: Annotated[list[OtherFile], Meta(max_length=MAX_FILES)] | None = None
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,7 +348,9 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None  # llama.cpp's: whether special tokens in the text are tokens
     with_pieces: bool | None = None
+    return_token_strs: bool | None = None  # vLLM's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -322,7 +382,7 @@ def read_named(body: bytes, kind: type[T]) -> tuple[T, FieldNames]:
     if body.lstrip()[:1] not in (b"{", b""):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     fields, clients = _read(lambda: _own_fields(body, kind))
-    names = FieldNames(clients)
+    names = FieldNames(clients, flat_tools="tools" in clients)
     whole = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})
     with names.renamed():
         return _read(lambda: msgspec.json.decode(whole, type=kind)), names
@@ -370,7 +430,9 @@ def refuse_unsupported(fields: Mapping[str, bytes], kind: type[msgspec.Struct]) 
         raw = fields.get(name, b"null")
         if name in kind.__struct_fields__ or raw == b"null":
             continue
-        if len(raw) > NEUTRAL_BYTES or msgspec.json.decode(raw) not in neutral:
+        if name == "best_of" and raw == fields.get("n"):
+            continue
+        if len(raw) > NEUTRAL_BYTES or msgspec.json.decode(bare_scalar(raw)) not in neutral:
             message = f"{name} is not supported by this server; leave it out"
             raise InvalidRequest(message, param=name, code="unsupported_parameter")
 
@@ -382,12 +444,17 @@ def _read(make: Callable[[], T]) -> T:
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at ")
         path = path.removeprefix("`key` in ").strip("`").removeprefix("$").lstrip(".") or _missing(reason)
+        if inner := _INNER.match(reason):
+            path, reason = f"{path}.{inner[1]}", reason[inner.end() :]
         where = f"{path}: " if path else ""
         raise InvalidRequest(f"{where}{reason}", param=path or None, code=_code(reason)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+_INNER = re.compile(r"((?:content|parameters)[\w.\[\]]*): ")  # the path of a fault that a struct itself found
 
 
 def _code(reason: str) -> str:
@@ -405,48 +472,3 @@ def _missing(reason: str) -> str:
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     """Returns the stop strings without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
-
-
-_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
-_TOOL = re.compile(r"^(tools\[(\d+)\])(?:\.function\b)?")  # in both other APIs tools are flat objects
-
-
-@dataclass(slots=True)
-class FieldNames:
-    """Maps Chat's fields to the client's names, and each message and tool to its path in the client's body."""
-
-    fields: Mapping[str, str]
-    messages: list[str] = field(default_factory=list)
-    tools: list[str] = field(default_factory=list)  # empty: the client's tools are Chat's, one by one
-    flat_tools: bool = True  # the client's tools are no objects with a `function`
-
-    @contextmanager
-    def renamed(self) -> Iterator[None]:
-        """Renames the fields in an InvalidRequest that the `with` block raises."""
-        try:
-            yield
-        except InvalidRequest as error:
-            param = self._own(error.param) if error.param else None
-            message = str(error)
-            if error.param and param and message.startswith(error.param):
-                message = param + message.removeprefix(error.param)
-            else:
-                message = _MESSAGE.sub(self._place, message)
-            renamed = type(error)(message, param=param, code=error.code)
-            raise renamed from error
-
-    def _own(self, path: str) -> str:
-        path = _MESSAGE.sub(self._place, path)
-        path = _TOOL.sub(self._tool_place, path) if self.flat_tools else path
-        for name, own in self.fields.items():
-            if path == name or path.startswith((f"{name}.", f"{name}[")):
-                return own + path.removeprefix(name)
-        return path
-
-    def _place(self, match: re.Match[str]) -> str:
-        at = int(match[1])
-        return self.messages[at] if at < len(self.messages) else match[0]
-
-    def _tool_place(self, match: re.Match[str]) -> str:
-        at = int(match[2])
-        return self.tools[at] if at < len(self.tools) else match[1]

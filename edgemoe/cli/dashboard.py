@@ -29,7 +29,16 @@ from edgemoe.cli.client import Client, socket_of
 from edgemoe.errors import ServiceError
 
 LOOPBACK = "127.0.0.1"
-DROPPED = {b"host", b"authorization", b"x-api-key", b"origin", b"connection", b"keep-alive", b"transfer-encoding"}
+DROPPED = {
+    b"host",
+    b"authorization",
+    b"x-api-key",
+    b"api-key",
+    b"origin",
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+}
 SILENCE_S = 900.0  # of the daemon, at most
 BROWSERS = ("DISPLAY", "WAYLAND_DISPLAY")  # one is set where a browser can open a window
 

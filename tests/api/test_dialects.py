@@ -79,9 +79,9 @@ def assert_all_there(sample: Sample, output: str, pieces: OutputPieces) -> None:
     marks = [*dialect.think, *((section.end, "]" if section.is_list else "") if section else ())]
     layout = re.compile(f"({'|'.join(re.escape(mark) for mark in marks if mark)})*")
     for text in filter(None, written):
-        before, found, rest = rest.partition(text)
-        assert found
-        assert layout.fullmatch(before), before
+        found = re.match(f"{layout.pattern}{re.escape(text)}", rest)
+        assert found, rest
+        rest = rest[found.end() :]
     assert layout.fullmatch(rest), rest
 
 

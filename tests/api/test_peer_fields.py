@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.api_tables import DOCUMENT, fields, rows, spans
 from support.grammars import response_grammar
 
-from edgemoe.api import peer_fields
+from edgemoe.api import peer_fields, peer_formats
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
@@ -88,9 +88,9 @@ def test_the_table_has_every_name_of_a_setting() -> None:
     assert thinking == {*peer_fields.WITH_THINKING, "chat_template_kwargs"}
     words = {"SCHEMA": 1, "REGEX": "x", "GRAMMAR": "x"}
     formats = [fields(span, **words) for cell, _ in rows("field | the answer is") for span in spans(cell)]
-    assert {name for one in formats for name in one} == {*peer_fields.FORMATS, "response_format", "structured_outputs"}
+    assert {name for one in formats for name in one} == {*peer_formats.FORMATS, "response_format", "structured_outputs"}
     within = {key for one in formats for key in one.get("structured_outputs", {})}
-    assert within == set(peer_fields.STRUCTURED_OUTPUTS)
+    assert within == set(peer_formats.STRUCTURED_OUTPUTS)
 
 
 ABSENT, ALL_TOKENS, ALL = "the field is absent", "as many tokens as the context has room for", "all tokens"

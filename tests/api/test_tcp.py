@@ -88,6 +88,24 @@ async def test_a_key_is_needed_for_all_but_health(tcp: httpx.AsyncClient) -> Non
     assert (await tcp.get("/version", headers={"x-api-key": "fedcba9876543210"})).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["authorization", "x-api-key", "api-key"])
+async def test_one_valid_key_will_do_wherever_it_is(tcp: httpx.AsyncClient, name: str) -> None:
+    heads = {"authorization": "Bearer %s", "x-api-key": "%s", "api-key": "%s"}
+    for other in ("wrong", ""):
+        given = {one: form % ("fedcba9876543210" if one == name else other) for one, form in heads.items()}
+        assert (await tcp.get("/version", headers=given)).status_code == 200
+        assert (await tcp.get("/version", headers={name: given[name]})).status_code == 200
+        assert (await tcp.get("/version", headers=given | {name: heads[name] % other})).status_code == 401
+
+
+async def test_a_listed_page_may_be_of_another_network(tcp: httpx.AsyncClient) -> None:
+    for origin, allowed in ((PAGE, True), ("https://else.where", False)):
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        answer = await tcp.options("/v1/messages", headers=asked | {"access-control-request-private-network": "true"})
+        assert (answer.status_code == 200) == allowed
+        assert answer.headers["access-control-allow-private-network"] == "true" or not allowed
+
+
 async def test_health_says_a_word_without_a_key_and_all_with_one(tcp: httpx.AsyncClient, backend: Ready) -> None:
     assert (await tcp.get("/health")).json() == {"status": "ready"}
     assert (await tcp.get("/health", headers=KEY)).json() == {"status": "ready", "pid": 1}

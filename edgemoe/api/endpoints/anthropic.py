@@ -15,9 +15,11 @@ from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, completed_object
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.content_parts import text_of_part, text_of_parts, text_of_result
+from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import anthropic_error, event
-from edgemoe.api.schema import Chat, FieldNames, convert, read
+from edgemoe.api.peer_fields import TOOL_CHOICES
+from edgemoe.api.schema import Chat, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json
 
@@ -39,12 +41,21 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Any = None
+    parameters: Any = None  # OpenAI's name of input_schema
+    strict: bool | None = None
+    function: schema.Function | None = None  # of a tool in the form of chat completions
+
+    @property
+    def is_clients(self) -> bool:
+        """Returns whether the tool is a function of the client's own."""
+        return self.type in (None, "custom", "function")
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "required", "tool", "function", "none"]
     name: str | None = None
+    function: schema.NamedFunction | None = None  # in the form of chat completions
     disable_parallel_tool_use: bool | None = None
 
 
@@ -53,7 +64,7 @@ class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    user_id: schema.Label | None = None
+    user_id: schema.Label | int | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +84,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     system: str | Blocks | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice | Literal["auto", "any", "required", "none"] | None = None
     thinking: ThinkingOptions | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
@@ -101,12 +112,15 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     """Returns the equivalent chat request, and the client's names of its fields. Raises InvalidRequest."""
     fields = FieldNames(FIELDS)
     messages = _messages(body, fields)
-    choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
+    if (body.n or 1) > 1:
+        raise InvalidRequest("n: one answer at a time", param="n")
+    choice = ToolChoice(type=body.tool_choice) if isinstance(body.tool_choice, str) else body.tool_choice
+    thinking = body.thinking is not None and body.thinking.type != "disabled"
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
         "n": 1,
-        "user": (body.metadata and body.metadata.user_id) or body.user,
+        "user": _user(body.metadata) or body.user,
         "stop": body.stop_sequences or body.stop,
         "messages": messages,
         "tools": _offered(body.tools or (), fields) or None,
@@ -120,6 +134,10 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     with fields.renamed():
         return convert(chat, Chat), fields
+
+
+def _user(metadata: Metadata | None) -> str | None:
+    return None if metadata is None or metadata.user_id is None else str(metadata.user_id)
 
 
 def _messages(body: MessagesBody, fields: FieldNames) -> list[Json]:
@@ -172,23 +190,29 @@ def _offered(tools: Sequence[OfferedTool], fields: FieldNames) -> list[Json]:
     """Returns the client's own functions. Tools that Anthropic runs, or gives to its models untold, are left out."""
     offered = []
     for at, tool in enumerate(tools):
-        if tool.type in (None, "custom"):
-            function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-            offered.append({"function": function})
-            fields.tools.append(f"tools[{at}]")
+        if tool.function is not None:
+            offered.append({"function": msgspec.to_builtins(tool.function)})
+        elif tool.is_clients:
+            takes = tool.parameters if tool.input_schema is None else tool.input_schema
+            named = {"name": tool.name, "description": tool.description}
+            offered.append({"function": {**named, "parameters": takes, "strict": tool.strict}})
+        else:
+            continue
+        fields.tools.append(f"tools[{at}]")
     return offered
 
 
 def _tool_choice(choice: ToolChoice | None, tools: Sequence[OfferedTool]) -> Any:
     if choice is None:
         return None
-    if choice.type == "tool":
+    if choice.type in ("tool", "function"):
+        name = choice.function.name if choice.function is not None else choice.name
         for tool in tools:
-            if tool.name == choice.name and tool.type not in (None, "custom"):
+            if tool.name == name and not tool.is_clients:
                 message = f"tool_choice: tools of type {tool.type!r} are not run here; only the client's can be called"
                 raise InvalidRequest(message, param="tool_choice")
-        return {"function": {"name": choice.name}}
-    return "required" if choice.type == "any" else choice.type
+        return {"function": {"name": name}}
+    return TOOL_CHOICES[choice.type]
 
 
 def _response_format(body: MessagesBody) -> Json | None:

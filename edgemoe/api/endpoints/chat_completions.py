@@ -25,6 +25,7 @@ from edgemoe.api.generate.generation import (
     output_tokens,
     sampling,
 )
+from edgemoe.api.peer_fields import FUNCTIONS
 from edgemoe.api.schema import Chat, NamedTool, Tool, read_named, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel
@@ -41,7 +42,8 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     body, fields = read_named(raw, Chat)
     with fields.renamed():
         generation = chat_generation(body, context, "chatcmpl")
-    return PreparedAnswer(generation, ChatFormat(generation, body, context.text), bool(body.stream), fields)
+    answer = ChatFormat(generation, body, context.text, calls_functions=fields.fields.get("tools") == FUNCTIONS)
+    return PreparedAnswer(generation, answer, bool(body.stream), fields)
 
 
 def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generation:
@@ -211,9 +213,11 @@ class ChatFormat(OpenAIFormat):
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, body: Chat, text: TextModel) -> None:
+    def __init__(self, generation: Generation, body: Chat, text: TextModel, *, calls_functions: bool = False) -> None:
+        """Starts an answer; with `calls_functions` it has calls in OpenAI's first form."""
         super().__init__(generation, body.stream_options)
         self._vocabulary, self._hides_reasoning = text.vocabulary, body.include_reasoning is False
+        self._calls_functions = calls_functions
         self._begun: set[int] = set()
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
@@ -223,7 +227,7 @@ class ChatFormat(OpenAIFormat):
                 yield self._chunk([self._choice(delta.choice, {"role": "assistant", "content": ""}, None, None)])
             logprobs = chat_logprobs(delta, self._vocabulary)
             last = self._generation.finished and delta is deltas[-1]
-            choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
+            choice = self._choice(delta.choice, self._delta(delta), logprobs, self._finish(delta))
             yield self._chunk([choice], last=last)
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
@@ -233,7 +237,7 @@ class ChatFormat(OpenAIFormat):
                     "index": delta.choice,
                     "message": self._message(delta),
                     "logprobs": chat_logprobs(delta, self._vocabulary),
-                    "finish_reason": delta.finish or None,
+                    "finish_reason": self._finish(delta),
                 }
                 for delta in choices
             ],
@@ -244,6 +248,9 @@ class ChatFormat(OpenAIFormat):
     def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
+    def _finish(self, delta: ChoiceDelta) -> str | None:
+        return "function_call" if self._calls_functions and delta.finish == "tool_calls" else delta.finish or None
+
     def _delta(self, delta: ChoiceDelta) -> Json:
         body: Json = {}
         if delta.text:
@@ -251,6 +258,8 @@ class ChatFormat(OpenAIFormat):
         if delta.reasoning and not self._hides_reasoning:
             body["reasoning_content"] = body["reasoning"] = delta.reasoning
         if calls := delta.pieces.of("call"):
+            if self._calls_functions:
+                return body | {"function_call": tool_call_body(calls[0])["function"]}
             body["tool_calls"] = [{"index": piece.call.index, **tool_call_body(piece)} for piece in calls if piece.call]
         return body
 
@@ -263,6 +272,8 @@ class ChatFormat(OpenAIFormat):
         }
         if delta.reasoning and not self._hides_reasoning:
             message["reasoning_content"] = message["reasoning"] = delta.reasoning
-        if calls:
+        if calls and self._calls_functions:
+            message["function_call"] = tool_call_body(calls[0])["function"]
+        elif calls:
             message["tool_calls"] = [tool_call_body(piece) for piece in calls]
         return message

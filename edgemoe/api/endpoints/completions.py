@@ -35,6 +35,9 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /v1/completions and prepares its generation. Raises InvalidRequest."""
     body, fields = read_named(raw, Completion)
     with fields.renamed():
+        if body.max_tokens == 0 and not body.echo:
+            why = "max_tokens: 0 is for echo, which shows the prompt"
+            raise InvalidRequest(why, param="max_tokens", code="invalid_value")
         generation = completion_generation(body, context)
     return PreparedAnswer(generation, CompletionFormat(generation, body, context.text), bool(body.stream), fields)
 
@@ -52,10 +55,6 @@ def completion_generation(body: Completion, context: RequestContext) -> Generati
         raise InvalidRequest(f"{len(tokens)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    if not wanted and not body.echo:
-        raise InvalidRequest(
-            "max_tokens: 0 is for echo, which shows the prompt", param="max_tokens", code="invalid_value"
-        )
     ready = [
         TokenizedPrompt(
             tuple(prompt),

@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from edgemoe.api import schema
 from edgemoe.api.endpoints.chat_completions import chat_generation
+from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
-from edgemoe.api.schema import Chat, FieldNames, read
+from edgemoe.api.schema import Chat, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json
 

@@ -17,8 +17,9 @@ from edgemoe.api import schema
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
+from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext
-from edgemoe.api.schema import Chat, Completion, FieldNames, Tool, read
+from edgemoe.api.schema import Chat, Completion, read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
@@ -52,7 +53,7 @@ ALL_TOKENS = -1  # of num_predict: as many as the context has room for
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    arguments: dict[str, Any] | str | None = None
+    arguments: dict[str, Any] | list[Any] | str | None = None
 
 
 class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: str | None = None
+    content: Any = None  # text; of a result any JSON
     thinking: str | None = None
     images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=schema.MAX_TOOL_CALLS)] | None = None
@@ -77,7 +78,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] | Annotated[list[Any], Meta(max_length=0)] | None = None  # PHP writes no options as a list
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
@@ -88,7 +89,7 @@ class OllamaChat(OllamaBody, frozen=True, kw_only=True):
     """The body of POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=schema.MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=schema.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Any], Meta(max_length=schema.MAX_TOOLS)] | None = None  # as a Chat's
 
 
 class OllamaPrompt(OllamaBody, frozen=True, kw_only=True):
@@ -187,7 +188,7 @@ def _names() -> FieldNames:
 
 
 def _chat(
-    body: OllamaBody, messages: Sequence[Json], tools: Sequence[Tool] | None, context: RequestContext
+    body: OllamaBody, messages: Sequence[Json], tools: Sequence[Any] | None, context: RequestContext
 ) -> Generation:
     """Returns the generation of a chat. Raises InvalidRequest."""
     if body.think and not context.text.can_think:
@@ -200,7 +201,7 @@ def _chat(
         "think": body.think,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
-        **_sampling(body.options or {}),
+        **_sampling(dict(body.options or {})),
     }
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -218,7 +219,7 @@ def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: S
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "stop_token_ids": stops,
         "num_predict": ALL_TOKENS,
-        **_sampling(body.options or {}),
+        **_sampling(dict(body.options or {})),
     }
     with _names().renamed():
         return completion_generation(read(msgspec.json.encode(fields), Completion), context)
@@ -239,6 +240,8 @@ def _infill(body: OllamaPrompt, context: RequestContext) -> Generation:
 def _sampling(options: Mapping[str, Any]) -> Json:
     """Returns the fields that `options` set."""
     found = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    if isinstance(most := found.get("num_predict"), int | float) and most <= 0:
+        found["num_predict"] = ALL_TOKENS
     if options.get("repeat_last_n") == 0:
         found |= {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     elif found.get("repeat_penalty") == 0:
@@ -255,10 +258,11 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
     messages: list[Json] = []
     waiting: list[tuple[str, str]] = []  # id and function of calls without a result
     calls = 0
+    latest = max((at for at, message in enumerate(given) if message.role.lower() == "user"), default=-1)
     for at, message in enumerate(given):
-        if message.images:
+        if message.images and at == latest:
             raise _no_images(f"messages[{at}].images")
-        one: Json = {"role": message.role.lower(), "content": message.content or ""}
+        one: Json = {"role": message.role.lower(), "content": _content(message, at)}
         if message.thinking:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -273,6 +277,17 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
             one |= _result(message, waiting)
         messages.append(one)
     return messages
+
+
+def _content(message: OllamaMessage, at: int) -> Any:
+    """Returns a message's content, with a note for images that the model cannot see. Raises InvalidRequest."""
+    if message.role.lower() != "tool" and not isinstance(message.content, str | None):
+        where = f"messages[{at}].content"
+        kind = type(message.content).__name__
+        raise InvalidRequest(f"{where}: Expected `str | null`, got `{kind}`", param=where, code="invalid_type")
+    if not message.images:
+        return "" if message.content is None else message.content
+    return f"{message.content or ''}\n[image left out: this model reads text only]".lstrip()
 
 
 def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> Json:

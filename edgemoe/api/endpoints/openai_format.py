@@ -72,11 +72,12 @@ def chat_logprobs(delta: ChoiceDelta, vocabulary: Vocabulary) -> Json | None:
 
 
 def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
-    top = [_token(token, logprob, vocabulary) for token, logprob in emission.top]
-    return {**_token(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
+    top = [logprob_of(token, logprob, vocabulary) for token, logprob in emission.top]
+    return {**logprob_of(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
 
 
-def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
+def logprob_of(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
+    """Returns OpenAI's object of a token and its log probability."""
     return {
         "token": vocabulary.name(token),
         "logprob": max(logprob, LEAST),

@@ -14,7 +14,7 @@ import msgspec
 
 from edgemoe.api.endpoints.content_parts import text_of_field, text_of_parts, text_of_result
 from edgemoe.api.endpoints.response_tools import CUSTOM_INPUT, SEARCH, ToolOffer
-from edgemoe.api.schema import FieldNames
+from edgemoe.api.field_names import FieldNames
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.json_object import Json
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgemoe.api.peer_fields import TOOL_CHOICES
 from edgemoe.api.schema import MAX_TOOLS
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.json_object import Json
@@ -83,14 +84,16 @@ class ToolOffer:
 
         Raises InvalidRequest for one that demands a tool which is not offered.
         """
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if isinstance(kind, str) and kind in TOOL_CHOICES:
+            return TOOL_CHOICES[kind]
         if not isinstance(choice, dict):
             return choice
-        kind = choice.get("type")
         if kind == "allowed_tools":
             allowed = choice["allowed_tools"] if isinstance(choice.get("allowed_tools"), dict) else choice
             self._keep({self._named(tool) for tool in allowed.get("tools") or () if isinstance(tool, dict)})
             return allowed.get("mode", "auto")
-        if kind not in ("function", "custom", SEARCH):
+        if kind not in ("function", "custom", "tool", SEARCH):
             message = f"tool_choice: tools of type {str(kind)[:40]!r} are not run here; only the client's can be called"
             raise InvalidRequest(message, param="tool_choice")
         return {"function": {"name": self._named(choice)}}

@@ -20,9 +20,10 @@ from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
 from edgemoe.api.endpoints.response_input import ItemReader, seal
 from edgemoe.api.endpoints.response_tools import ClientTool, ToolOffer
+from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
-from edgemoe.api.schema import Chat, FieldNames, convert, read
+from edgemoe.api.schema import Chat, convert, read
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json
 
@@ -39,12 +40,11 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     effort: str | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: str = "text"
+class TextFormat(schema.ResponseFormat, frozen=True, kw_only=True):
+    """A format whose schema stands beside its name; the form of chat completions is read, too."""
+
+    type: str | None = "text"  # type: ignore[assignment]
     name: str | None = None
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-    regex: str | None = None
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
-    reasoning: Reasoning | None = None
+    reasoning: Reasoning | str | bool | None = None  # an effort or a switch, as other servers have it
     metadata: dict[str, Any] | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -93,10 +93,12 @@ def _failure(error: RequestError) -> Json:
 def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
     """Returns the equivalent chat request, the client's names of its fields, and its tools. Raises InvalidRequest."""
     for field in NEEDS_STORE:
-        if getattr(body, field) is not None:
+        if getattr(body, field):
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
     if body.background:
         raise InvalidRequest("background: nothing is stored here; ask for a stream", param="background")
+    if (body.n or 1) > 1:
+        raise InvalidRequest("n: one answer at a time", param="n")
     fields = FieldNames(FIELDS)
     offer = ToolOffer()
     offer.add(body.tools or (), "tools")
@@ -113,7 +115,7 @@ def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None) or body.response_format,
-        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "reasoning_effort": _effort(body),
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     with fields.renamed():
@@ -136,8 +138,11 @@ def _messages(body: ResponsesBody, offer: ToolOffer, fields: FieldNames) -> list
 def _response_format(form: TextFormat | None) -> Json | None:
     if form is None:
         return None
-    wrapped = {"name": form.name, "schema": form.schema, "strict": form.strict}
-    return {"type": form.type, "json_schema": wrapped, "regex": form.regex}
+    return dict(msgspec.to_builtins(form)) | {"type": form.type or "text"}
+
+
+def _effort(body: ResponsesBody) -> str | None:
+    return body.reasoning.effort if isinstance(body.reasoning, Reasoning) else None
 
 
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
@@ -317,7 +322,7 @@ class ResponsesFormat:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {"effort": _effort(body), "summary": None},
             "store": False,
             "temperature": generation.requests[0].sampling.temperature,
             "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},

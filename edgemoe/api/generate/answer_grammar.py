@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, DecimalException
 from typing import Any
 
+import msgspec
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from msgspec import structs
@@ -29,6 +30,7 @@ from edgemoe.api.generate.tool_call_grammar import (
     tool_call_rules,
 )
 from edgemoe.api.schema import ResponseFormat, Tool
+from edgemoe.api.schema_forms import usual_schema
 from edgemoe.errors import InvalidRequest
 
 MAX_VALUES = 20_000  # objects, lists, texts, numbers of one schema, and names in it
@@ -259,14 +261,24 @@ def _schema_terms(asked: ResponseFormat, schema: Any) -> list[str]:
     if asked.json_schema is not None and (given := asked.json_schema.own_schema) is not None:
         where, schema = "response_format.json_schema.schema", given
         strict = strict or asked.json_schema.strict in (True, "true")
+    if isinstance(schema, str):
+        schema = _decoded_schema(schema, where)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
+    schema = usual_schema(schema)
     check_schema(schema, where)
     loose = not strict and has_patterns(schema)
     return [
         json_rule(prepared(schema, exact=strict, patterns=patterns), exact=strict)
         for patterns in ((True, False) if loose else (True,))
     ]
+
+
+def _decoded_schema(text: str, where: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: text that is no JSON: {error}", param=where, code="invalid_type") from None
 
 
 def _grammar_term(text: Any) -> str:

@@ -15,14 +15,16 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.dialects.dialect import HERMES, OutputMarks
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OutputPieces
+from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.answer_grammar import GrammarCandidates
 from edgemoe.api.generate.grammar_trial import TriedGrammar
 from edgemoe.api.generate.held_answer import AnswerName, HeldAnswer, Shown, ShownTokens, check_held
 from edgemoe.api.metrics import GenerationClock, Metrics
-from edgemoe.api.schema import FieldNames, RequestBody
+from edgemoe.api.schema import RequestBody
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull, RequestError
 from edgemoe.types.json_object import Json
+from edgemoe.types.model_info import plain_name
 from edgemoe.types.principal import Identity, Principal, cache_salt_of
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
 
@@ -268,8 +270,9 @@ class RequestContext:
 
     def check_model(self, name: str | None, *others: str) -> None:
         """Raises ModelNotFound where no name is the served model's or an alias (api.aliases)."""
-        served = {None, self.model, *self.aliases}
-        if served.isdisjoint((name, *others)) and ANY_MODEL not in self.aliases:
+        asked = {plain_name(one) if one else None for one in (name, *others)}
+        served = {None, *map(plain_name, (self.model, *self.aliases))}
+        if served.isdisjoint(asked) and ANY_MODEL not in self.aliases:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model!r} is", param="model")
 
     def engine_requests(self, body: RequestBody, prompts: Sequence[TokenizedPrompt]) -> list[Request]:

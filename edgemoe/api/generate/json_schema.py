@@ -54,6 +54,16 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     return len(_parts(schema)) + ("properties" in schema) > 1
 
 
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Adds null to the types and values of a schema."""
+    declared, listed = schema.get("type"), schema.get("enum")
+    if isinstance(declared, str | list):
+        types = [declared] if isinstance(declared, str) else declared
+        schema["type"] = types if "null" in types else [*types, "null"]
+    if isinstance(listed, list) and None not in listed:
+        schema["enum"] = [*listed, None]
+
+
 class _Preparation:
     """Prepares the parts of one schema."""
 
@@ -86,6 +96,8 @@ class _Preparation:
 
     def _drop(self, schema: dict[str, Any]) -> None:
         schema.pop("x-guidance", None)
+        if schema.get("nullable") is True:  # OpenAPI's
+            _allow_null(schema)
         if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
             del schema["format"]
         if self._exact:

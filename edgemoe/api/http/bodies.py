@@ -7,6 +7,7 @@ largest still arriving of the principal with the most. A client of long or endle
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ class BodyBudget:
             body.arriving = None
         if body.gave_way:
             raise QueueFull("the request bodies in progress fill the memory for them; try again", retry_after_s=RETRY_S)
-        return bytes(whole)
+        return bytes(whole.removeprefix(codecs.BOM_UTF8))  # which some clients of Windows write before their JSON
 
     def _grow(self, body: PendingBody, size: int) -> None:
         if body.gave_way:

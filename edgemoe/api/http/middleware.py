@@ -74,7 +74,9 @@ class PlainPaths:
     def _plain(self, path: str) -> str:
         """Returns the known path that was meant; else the path without slashes at its end."""
         whole = path = f"/{SLASHES.sub('/', path).strip('/')}"
-        if (short := f"{VERSION}{path}") in self._known and path not in self._known:
+        if whole in self._known:
+            return whole
+        if (short := f"{VERSION}{path}") in self._known:
             return short
         while path.startswith(f"{VERSION}{VERSION}/"):
             path = path.removeprefix(VERSION)
@@ -133,6 +135,7 @@ class Slowdown:
         return max(own.spend(cost, now), self._all.spend(cost, now))
 
 
+KEY_HEADERS = ("x-api-key", "api-key")  # of Anthropic's clients, and of Azure's
 LAST_SEND_S = 1.0  # that the last words to a client may take
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/health", *PAGE)  # answered without a key: the state only, for monitors, and the page, which asks for a key
@@ -223,7 +226,9 @@ class RequestMiddleware:
         if scope.setdefault("state", {}).get("peer_uid") is not None or self._keys is None:
             return True, None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = self._keys.find(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        given = [key.strip()] if scheme.lower() == "bearer" else []
+        given += [headers[name] for name in KEY_HEADERS if name in headers]
+        found = next((one for key in dict.fromkeys(given) if (one := self._keys.find(key)) is not None), None)
         return found is not None, found
 
     async def _slow_down(self, scope: Scope, *, refused: bool) -> None:

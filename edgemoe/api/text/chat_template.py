@@ -64,17 +64,21 @@ def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
     Raises InvalidRequest for a tool that is not a function.
     """
     for at, tool in enumerate(tools):
-        if tool.type != "function":
+        if tool.type not in (None, "function"):
             raise InvalidRequest(f"tools[{at}].type: only functions can be called", param=f"tools[{at}].type")
     converted = [dict(msgspec.to_builtins(tool)) for tool in tools]
     for one in converted:
+        one["type"] = "function"
         one["function"].setdefault("description", "")
         one["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return converted
 
 
+ROLES = {"developer": "system", "function": "tool"}
+
+
 def _message(message: ChatMessage, where: str, history: HistoryForm, is_latest: bool) -> Json:
-    role = "system" if message.role == "developer" else message.role
+    role = ROLES.get(message.role, message.role)
     content: str | None = _text(message, where, is_latest)
     value: Json = {"role": role, "content": content}
     if (reasoning := message.reasoning_content or message.reasoning or _thoughts(message)) is not None:
@@ -82,9 +86,12 @@ def _message(message: ChatMessage, where: str, history: HistoryForm, is_latest: 
     for field in ("name", "tool_call_id"):
         if (given := getattr(message, field)) is not None:
             value[field] = given
-    if message.tool_calls:
+    calls = message.tool_calls or ()
+    if message.function_call is not None and not calls:
+        calls = [PastToolCall(function=message.function_call)]
+    if calls:
         value["content"] = content or None
-        value["tool_calls"] = [_call(call) for call in message.tool_calls]
+        value["tool_calls"] = [_call(call) for call in calls]
     return value
 
 
@@ -95,23 +102,29 @@ def _text(message: ChatMessage, where: str, is_latest: bool) -> str:
     """
     content = message.content
     if isinstance(content, dict):
-        if message.role == "tool":
+        if message.is_result:
             return _tojson(content)  # the result as an object
         content = [convert(content, ContentPart)] if isinstance(content.get("type"), str) else [_tojson(content)]
-    if not isinstance(content, list):
-        return content or ""
+    if not isinstance(content, str | list):
+        return "" if content is None else _tojson(content)
+    if isinstance(content, str):
+        return content
+    if not all(isinstance(one, str | ContentPart) for one in content):
+        return _tojson(content)  # the result as a list
     return "".join(_text_of(part, f"{where}.content", at, is_latest) for at, part in enumerate(content))
 
 
 def _text_of(part: ContentPart | str, where: str, at: int, is_latest: bool) -> str:
     if isinstance(part, str):
         return part
-    text = part.refusal if part.type == "refusal" else part.text if part.type in TEXT_PARTS else None
-    if text is not None or part.type in THOUGHT_PARTS:
-        return text or ""
+    kind = part.type or "text"
+    if kind in THOUGHT_PARTS:
+        return ""
+    if kind in TEXT_PARTS or kind == "refusal":
+        return (part.text if kind in TEXT_PARTS else part.refusal) or ""
     if is_latest:
-        raise InvalidRequest(f"{where}[{at}]: this model reads text only, not {part.type!r}", param=where)
-    return f"[{part.type[:MAX_KIND_CHARS]} left out: this model reads text only]"
+        raise InvalidRequest(f"{where}[{at}]: this model reads text only, not {kind!r}", param=where)
+    return f"[{kind[:MAX_KIND_CHARS]} left out: this model reads text only]"
 
 
 def _thoughts(message: ChatMessage) -> str | None:
@@ -129,7 +142,7 @@ def _thoughts(message: ChatMessage) -> str | None:
 
 def _call(call: PastToolCall) -> Json:
     given = call.called.arguments
-    text = given if isinstance(given, str) else _tojson(given or {})
+    text = given if isinstance(given, str) else _tojson(given or {})  # PHP writes no arguments as an empty list
     return {"id": call.id, "type": "function", "function": {"name": call.called.name, "arguments": text or "{}"}}
 
 

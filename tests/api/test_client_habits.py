@@ -1,0 +1,443 @@
+"""Bodies as clients of many languages write them: every spelling of a field, on every endpoint that has it."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import httpx
+import msgspec
+import pytest
+from msgspec import inspect
+from support.api_tables import fields, rows, spans
+from support.grammars import response_grammar
+
+from edgemoe.api.endpoints.anthropic import MessagesBody
+from edgemoe.api.endpoints.lm_studio import LmStudioChat
+from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
+from edgemoe.api.endpoints.responses import ResponsesBody
+from edgemoe.api.model_wish import read_ollama_wish, read_wish
+from edgemoe.api.schema import REFUSED, Chat, Completion, Infill, LlamaCompletion, Tokenize, read
+from edgemoe.errors import InvalidRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+SAID = [{"role": "user", "content": "SAY{one two}END"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": SAID},
+    "/v1/completions": {"prompt": "SAY{one two}END", "max_tokens": 30},
+    "/v1/responses": {"input": "SAY{one two}END"},
+    "/v1/messages": {"messages": SAID, "max_tokens": 30},
+    "/completion": {"prompt": "SAY{one two}END"},
+}
+OLLAMA: dict[str, dict[str, Any]] = {
+    "/api/chat": {"model": "tiny", "messages": SAID},
+    "/api/generate": {"model": "tiny", "prompt": "SAY{one two}END"},
+}
+STREAMS = [{"stream": True}, {"stream": "true"}, {"stream": "True"}, {"extra_body": {"stream": True}}]
+WHOLES = [{}, {"stream": None}, {"stream": False}, {"stream": "false"}, {"extra_body": {"stream": False}}]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("asked", "kind"), [(one, True) for one in STREAMS] + [(one, False) for one in WHOLES], ids=str
+)
+async def test_an_answer_is_a_stream_by_every_spelling(
+    http: httpx.AsyncClient, path: str, asked: dict[str, Any], kind: bool
+) -> None:
+    body = BODIES[path] | asked
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream" if kind else "application/json")
+    assert ("data: " in answer.text) == kind == read_wish(json.dumps(body).encode()).is_stream
+    assert kind or "one two" in answer.text
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+@pytest.mark.parametrize("value", ["absent", None, True, "true", False, "false"])
+async def test_ollamas_answer_is_a_stream_unless_it_shall_not_be(
+    http: httpx.AsyncClient, path: str, value: Any
+) -> None:
+    body = OLLAMA[path] | ({} if value == "absent" else {"stream": value})
+    answer = await http.post(path, json=body)
+    kind = value not in (False, "false")
+    assert (answer.headers["content-type"] == "application/x-ndjson") == kind == (len(answer.text.splitlines()) > 1)
+    assert read_ollama_wish(json.dumps(body).encode()).is_stream == kind
+
+
+@pytest.mark.parametrize("path", [*BODIES, *OLLAMA, "/tokenize", "/v1/messages/count_tokens", "/apply-template"])
+async def test_a_mark_of_byte_order_before_a_body_is_skipped(http: httpx.AsyncClient, path: str) -> None:
+    body = BODIES.get(path) or OLLAMA.get(path) or {"messages": SAID}
+    answer = await http.post(path, content=codecs.BOM_UTF8 + json.dumps(body).encode())
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", ["tiny", "TINY", "tiny:latest", "Tiny:LATEST", "", None])
+async def test_a_model_is_named_in_any_case_with_ollamas_tag_or_not_at_all(
+    http: httpx.AsyncClient, name: str | None
+) -> None:
+    for path, body in BODIES.items():
+        assert (await http.post(path, json=body | {"model": name})).status_code == 200
+    if name:
+        assert (await http.get(f"/v1/models/{name}")).json()["id"] == "tiny"
+    assert (await http.post("/v1/chat/completions", json={"messages": SAID, "model": "tiny:7b"})).status_code == 404
+
+
+PATHS = [(span, spans(target)[0]) for cell, target in rows("path | served as") for span in spans(cell)]
+
+
+@pytest.mark.parametrize(("path", "target"), PATHS)
+async def test_a_path_is_served_as_the_table_says(http: httpx.AsyncClient, path: str, target: str) -> None:
+    async def answer(at: str) -> Any:
+        if "chat" not in at:
+            return (await http.get(at)).json()
+        return (await http.post(at, json={"messages": SAID, "stream": False})).json()["choices"]
+
+    assert await answer(path) == await answer(target)
+
+
+KINDS: list[type[msgspec.Struct]] = [
+    *(Chat, Completion, LlamaCompletion, Infill, ResponsesBody, MessagesBody, OllamaChat, OllamaPrompt),
+    *(LmStudioChat, Tokenize),
+]
+
+
+def structs_in(kind: inspect.Type, seen: set[type]) -> Iterator[inspect.StructType]:
+    """Yields the structs that a body of this kind may hold, itself first."""
+    if isinstance(kind, inspect.StructType):
+        if kind.cls in seen:
+            return
+        seen.add(kind.cls)
+        yield kind
+        for field in kind.fields:
+            yield from structs_in(field.type, seen)
+    for name in ("types", "item_type", "value_type"):
+        held = getattr(kind, name, ())
+        for one in held if isinstance(held, tuple) else (held,):
+            yield from structs_in(one, seen)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+async def test_null_is_absent_in_every_field_that_may_be_absent(kind: type[msgspec.Struct]) -> None:
+    for struct in structs_in(inspect.type_info(kind), set()):
+        for field in struct.fields:
+            if not field.required:
+                hint = get_type_hints(struct.cls, include_extras=True)[field.name]
+                msgspec.convert(None, hint)  # raises where null is refused
+
+
+@pytest.mark.parametrize("value", [2**31, 2**31 + 1, 10**12, 1e12, str(10**12), 10**30])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "top_k"])
+async def test_a_number_that_is_cut_anyway_has_no_bound(http: httpx.AsyncClient, name: str, value: Any) -> None:
+    for path in ("/v1/chat/completions", "/completion"):
+        answer = await http.post(path, json=BODIES[path] | {name: value})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", [name for name, neutral in REFUSED.items() if neutral])
+async def test_an_unsupported_field_may_have_a_value_without_effect_as_text_too(name: str) -> None:
+    for kind, rest in ((Chat, {"messages": SAID}), (Completion, {"prompt": "x"})):
+        if name in kind.__struct_fields__:
+            continue
+        for value in REFUSED[name]:
+            for spelling in (value, json.dumps(value)) if isinstance(value, int | float) else (value,):
+                read(json.dumps(rest | {name: spelling}).encode(), kind)
+        with pytest.raises(InvalidRequest, match=name):
+            read(json.dumps(rest | {name: "no such value"}).encode(), kind)
+
+
+async def test_as_many_best_of_as_choices_are_all_of_them() -> None:
+    assert read(b'{"prompt": "x", "n": 3, "best_of": 3}', Completion).n == 3
+    for other in (b'{"prompt": "x", "n": 2, "best_of": 3}', b'{"prompt": "x", "best_of": 2}'):
+        with pytest.raises(InvalidRequest, match="best_of"):
+            read(other, Completion)
+
+
+@pytest.mark.parametrize("empty", [{}, {"type": None}, {"type": None, "json_schema": None}])
+async def test_an_empty_format_is_no_format(empty: dict[str, Any]) -> None:
+    for kind, rest in ((Chat, {"messages": SAID}), (Completion, {"prompt": "x"})):
+        assert read(json.dumps(rest | {"response_format": empty}).encode(), kind).response_format is None
+
+
+FORM_ROWS = [
+    (span, meaning) for cell, meaning in rows("log probabilities of a completion | means") for span in spans(cell)
+]
+
+
+@pytest.mark.parametrize(("span", "meaning"), FORM_ROWS)
+async def test_a_completions_log_probabilities_have_the_form_of_a_chats(span: str, meaning: str) -> None:
+    asked = read(json.dumps({"prompt": "x", **fields(span)}).encode(), Completion)
+    assert asked.logprobs == fields(spans(meaning)[0])["logprobs"]
+
+
+# --- llama.cpp -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_llamas_completion_has_tokens_probabilities_and_the_word_that_stopped_it(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    asked = BODIES["/completion"] | {"return_tokens": True, "n_probs": 2, "stop": ["two"], "stream": stream}
+    text = (await http.post("/completion", json=asked)).text
+    parts = (
+        [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+        if stream
+        else [json.loads(text)]
+    )
+    assert "".join(part["content"] for part in parts) == "one "
+    last = parts[-1]
+    assert (last["stop"], last["stop_type"], last["stopping_word"]) == (True, "word", "two")
+    shown = [one for part in parts for one in part["completion_probabilities"]]
+    assert [token for part in parts for token in part["tokens"]] == [one["id"] for one in shown]
+    assert "".join(one["token"] for one in shown) == "one two"
+    for one in shown:
+        assert bytes(one["bytes"]).decode() == one["token"]
+        assert len(one["top_logprobs"]) == 2
+        assert one["logprob"] <= 0
+    plain = (await http.post("/completion", json=BODIES["/completion"])).json()
+    assert not {"tokens", "completion_probabilities"} & plain.keys()
+    assert (plain["stop_type"], plain["stopping_word"]) == ("eos", "")
+
+
+async def test_no_tokens_compute_the_prompt_alone(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/completion", json=BODIES["/completion"] | {"n_predict": 0})).json()
+    assert (answer["content"], answer["tokens_predicted"], answer["stop_type"]) == ("", 0, "limit")
+    assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 0})).status_code == 400
+
+
+def _is_text(piece: Any) -> bool:
+    return isinstance(piece, str) or bytes(piece).decode(errors="ignore").encode() == bytes(piece)
+
+
+async def test_tokens_have_texts_or_bytes_and_special_ones_are_never_text(http: httpx.AsyncClient) -> None:
+    asked = {"content": "a\u00e9", "with_pieces": True}
+    pieces = [one["piece"] for one in (await http.post("/tokenize", json=asked)).json()["tokens"]]
+    raw = b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in pieces)
+    assert raw.decode() == "a\u00e9"
+    assert [type(piece) for piece in pieces] == [str if _is_text(piece) else list for piece in pieces]
+    named = (await http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})).json()
+    assert "".join(named["token_strs"]) == "ab"
+    for text, status in (("plain", 200), ("a<|im_end|>", 400)):
+        answer = await http.post("/tokenize", json={"content": text, "parse_special": False})
+        assert answer.status_code == status, answer.text
+
+
+async def test_a_chats_prompt_is_counted_and_other_kinds_of_models_are_refused_by_name(http: httpx.AsyncClient) -> None:
+    asked = {"messages": SAID}
+    counted = (await http.post("/v1/chat/completions/input_tokens", json=asked)).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": counted["input_tokens"]}
+    assert counted["input_tokens"] == (await http.post("/tokenize", json=asked)).json()["count"]
+    for path in ("/embedding", "/rerank", "/v1/rerank", "/reranking", "/v1/reranking", "/score", "/pooling"):
+        answer = await http.post(path, json={"query": "x", "documents": ["y"]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_embeddings")
+
+
+async def test_a_list_of_models_is_whole_for_anthropics_clients(http: httpx.AsyncClient) -> None:
+    found = (await http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("tiny", "tiny", False)
+    assert found["data"][0]["display_name"] == "tiny"
+    assert found["data"][0]["created_at"].endswith("Z")
+
+
+# --- tools and their results ---------------------------------------------------------------------------------------
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = 'SAY{<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call>}END'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", [None, "auto", {"name": "weather"}])
+async def test_functions_in_openais_first_form_are_called_in_it(
+    http: httpx.AsyncClient, choice: Any, stream: bool
+) -> None:
+    asked = {
+        "messages": [{"role": "user", "content": CALL}],
+        "functions": [{"name": "weather", "parameters": CITY}],
+        "function_call": choice,
+        "stream": stream,
+    }
+    text = (await http.post("/v1/chat/completions", json=asked)).text
+    assert "tool_calls" not in text
+    if stream:
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        choices = [one["choices"][0] for one in events]
+        parts = [one["delta"]["function_call"] for one in choices if "function_call" in one["delta"]]
+        call = {"name": parts[0]["name"], "arguments": "".join(part["arguments"] for part in parts)}
+    else:
+        choices = json.loads(text)["choices"]
+        call = choices[0]["message"]["function_call"]
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "X"})
+    assert choices[-1]["finish_reason"] == "function_call"
+
+
+async def test_a_call_in_openais_first_form_and_its_result_are_read_back(http: httpx.AsyncClient) -> None:
+    said = {"name": "weather", "arguments": '{"city": "X"}'}
+    first = [
+        {"role": "assistant", "content": None, "function_call": said},
+        {"role": "function", "name": "weather", "content": "9"},
+    ]
+    call = {"id": "c", "type": "function", "function": said}
+    later = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "9"},
+    ]
+    found = [
+        (await http.post("/apply-template", json={"messages": [*SAID, *turns]})).json() for turns in (first, later)
+    ]
+    assert found[0] == found[1]
+    assert '"city": "X"' in found[0]["prompt"].replace("\\", "")
+
+
+RESULTS: list[tuple[Any, str]] = [
+    (42, "42"),
+    (1.5, "1.5"),
+    (True, "true"),
+    (None, ""),
+    ([1, 2], "[1, 2]"),
+    ([{"id": 1}, {"id": 2}], '[{"id": 1}, {"id": 2}]'),
+    ([None], "[null]"),
+    ([{"text": "a"}, "b", {"type": "text", "text": "c"}, {"type": "text", "text": None}], "abc"),
+    ({"a": [1]}, '{"a": [1]}'),
+]
+
+
+@pytest.mark.parametrize(("result", "shown"), RESULTS, ids=str)
+async def test_the_result_of_a_tool_may_be_any_json(http: httpx.AsyncClient, result: Any, shown: str) -> None:
+    call = {"id": "c", "type": None, "function": {"name": "f", "arguments": []}}
+    turns = [
+        *({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}),
+        {"role": "tool", "tool_call_id": "c", "content": result},
+    ]
+    prompt = (await http.post("/apply-template", json={"messages": turns})).json()["prompt"]
+    assert f"<|im_start|>tool\n{shown}<|im_end|>" in prompt
+    ollama = [
+        *(turns[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}),
+        {"role": "tool", "content": result},
+    ]
+    answer = await http.post("/api/chat", json={"model": "tiny", "messages": ollama, "stream": False})
+    assert (
+        answer.json()["prompt_eval_count"] == (await http.post("/tokenize", json={"messages": turns})).json()["count"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (7, "messages[0].content"),
+        (True, "messages[0].content"),
+        ([7], "messages[0].content[0]"),
+        (["a", None], "messages[0].content[1]"),
+        ([{"type": "text", "text": 7}], "messages[0].content[0].text"),
+        ([{"type": 7}], "messages[0].content[0].type"),
+    ],
+)
+async def test_a_wrong_part_is_refused_by_its_path(http: httpx.AsyncClient, content: Any, param: str) -> None:
+    answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param, answer.text
+    assert answer.json()["error"]["code"] == "invalid_type"
+
+
+async def test_ollamas_earlier_images_are_noted_and_other_tools_left_out(http: httpx.AsyncClient) -> None:
+    seen = [{"role": "user", "content": "look", "images": ["AAAA"]}, {"role": "assistant", "content": "a"}, *SAID]
+    offered = [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": CITY}]
+    asked = {"model": "tiny", "stream": False, "options": []}
+    assert (await http.post("/api/chat", json={**asked, "messages": seen, "tools": offered})).status_code == 200
+    assert (await http.post("/api/chat", json={**asked, "messages": seen[:1]})).status_code == 400
+
+
+@pytest.mark.parametrize("most", [0, -1, -2, -5])
+async def test_no_positive_num_predict_is_no_limit(http: httpx.AsyncClient, most: int) -> None:
+    for path, body in OLLAMA.items():
+        answer = await http.post(path, json=body | {"stream": False, "options": {"num_predict": most}})
+        assert answer.json()["done_reason"] == "stop", answer.text
+
+
+OFFERS = [(span, meaning) for cell, meaning in rows("tool in a chat | here") for span in spans(cell)]
+CHOICES = [(span, meaning) for cell, meaning in rows("choice of a tool | means") for span in spans(cell)]
+PLACES = {"/v1/chat/completions": {}, "/v1/responses": {}, "/v1/messages": {"max_tokens": 400}}
+
+
+@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize(("span", "meaning"), CHOICES)
+async def test_a_choice_of_a_tool_is_read_in_every_api(
+    http: httpx.AsyncClient, path: str, span: str, meaning: str
+) -> None:
+    """Only a choice that forbids tools hides them from the model."""
+    given = json.loads(span)
+    if path == "/v1/messages" and isinstance(given, dict) and given["type"] == "allowed_tools":
+        return  # Anthropic has no such choice
+    tool: dict[str, Any] = {
+        "name": "f",
+        "description": "of tools",
+        **({"parameters": CITY} if "mess" not in path else {"input_schema": CITY}),
+    }
+    offered = [tool if "mess" in path else {"type": "function", **tool}]
+    said = {"input": "x"} if "responses" in path else {"messages": [{"role": "user", "content": "x"}]}
+    counts = {
+        "/v1/chat/completions": "/v1/chat/completions/input_tokens",
+        "/v1/responses": "/v1/responses/input_tokens",
+        "/v1/messages": "/v1/messages/count_tokens",
+    }
+
+    async def count(more: dict[str, Any]) -> int:
+        answer = await http.post(counts[path], json={**said, **PLACES[path], **more})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["input_tokens"])
+
+    shown = await count({"tools": offered, "tool_choice": given}) > await count({})
+    assert shown == (meaning != "none")
+
+
+@pytest.mark.parametrize(("span", "meaning"), [one for one in OFFERS if '"custom"' not in one[0]])  # functions there
+async def test_a_tool_in_any_form_is_offered_in_anthropics_messages_too(
+    http: httpx.AsyncClient, span: str, meaning: str
+) -> None:
+    async def count(tools: list[Any]) -> int:
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "metadata": {"user_id": 7}}
+        return int((await http.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"])
+
+    assert (await count([json.loads(span)]) > await count([])) == (meaning == "offered")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_more_answers_than_an_api_has_are_refused(http: httpx.AsyncClient, path: str) -> None:
+    answer = await http.post(path, json=BODIES[path] | {"n": 2})
+    assert answer.status_code == 400
+    assert "n: one answer" in answer.text
+    assert (await http.post(path, json=BODIES[path] | {"n": 1})).status_code == 200
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    {"type": "json_schema", "name": "x", "schema": CITY},
+    {"type": "json_schema", "schema": json.dumps(CITY)},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}},
+    {"type": "grammar", "grammar": 'root ::= "a"'},
+    {"type": "regex", "pattern": "a+"},
+    {"type": "choice", "choice": ["a", "b"]},
+    {"type": "json_object"},
+]
+
+
+@pytest.mark.parametrize("form", GRAMMARS, ids=str)
+async def test_a_response_has_every_format_of_a_chat(http: httpx.AsyncClient, form: dict[str, Any]) -> None:
+    asked = {"input": "x", "max_output_tokens": 3, "text": {"format": form}}
+    assert (await http.post("/v1/responses", json=asked)).status_code == 200
+    chat = read(json.dumps({"messages": SAID, "response_format": form}).encode(), Chat)
+    assert response_grammar(chat.response_format) is not None
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation", "prompt"])
+async def test_an_empty_reference_to_an_earlier_response_is_none(http: httpx.AsyncClient, name: str) -> None:
+    empty = {} if name == "prompt" else ""
+    assert (await http.post("/v1/responses", json={"input": "x", name: empty})).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["low", "off", True, False, {"effort": "low"}, None])
+async def test_reasoning_of_a_response_is_a_word_a_switch_or_an_object(http: httpx.AsyncClient, value: Any) -> None:
+    async def count(more: dict[str, Any]) -> int:
+        return int((await http.post("/v1/responses/input_tokens", json={"input": "x", **more})).json()["input_tokens"])
+
+    is_off = value in ("off", False) and value is not None
+    assert (await count({"reasoning": value}) > await count({})) == is_off
