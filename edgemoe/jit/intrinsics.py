@@ -38,9 +38,6 @@ _INNER: Any = {
 jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # decorates functions that only kernels call
 view: Decorator = numba.njit(inline="always", **_INNER)  # decorates functions that return an array
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
-entry: Decorator = numba.njit(
-    nogil=True, error_model="numpy"
-)  # decorates functions for Python, compiled at the first call
 INT: Any = types.int64
 WIDE = TARGET.has("avx512f")
 LANES = 16 if WIDE else 8  # float32 in a vector

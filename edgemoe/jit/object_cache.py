@@ -1,6 +1,6 @@
 """Keeps compiled kernels on disk as object files, so that an engine that starts again compiles nothing.
 
-Numba compiles, LLVM writes one object file of the result, and the linker fills in the addresses. Nothing is pickled.
+Numba writes LLVM code, LLVM makes one object file of it, and the linker fills in the addresses. Nothing is pickled.
 A wheel brings the object files of the common kinds of processors (`BUILT`). Files compiled here are kept in a
 directory. Write access to it means running code as the service: it must belong to this user, writable by no other.
 """
@@ -15,8 +15,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from numba.core.runtime.nrt import rtsys
 from edgemoe.durable import make_folder, open_kept, remove_file, replace_file
 from edgemoe.errors import UnsupportedProcessor
 from edgemoe.jit.compile_target import FOREIGN, TARGET, CompileTarget
+from edgemoe.jit.whole_optimiser import machine_code, unoptimised
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
@@ -67,9 +68,9 @@ class Code:
     @cached_property
     def compiled(self) -> Any:
         """Returns Numba's compiled function; compiles it at the first use."""
-        stub_missing_routines()
         options: Any = {"fastmath": {"contract"}, "error_model": "numpy", "_nrt": False}
-        return numba.cfunc(self.result(*self.arguments), **options)(self._function)
+        with unoptimised():
+            return numba.cfunc(self.result(*self.arguments), **options)(self._function)
 
     @property
     def symbol(self) -> str:
@@ -163,20 +164,20 @@ def link(
     if all(code.is_linked for code in codes):
         return
     if (built := _built(codes, variant)) is not None:
-        symbols, machine_code = built
+        symbols, object_code = built
     elif directory is None or not _is_private(directory):
         _compile_each(codes, progress)
-        symbols, machine_code = _compile(codes)
+        symbols, object_code = _compile(codes)
     else:
         path = _path_in(directory, codes, variant)
-        symbols, machine_code = _kept(path, codes) or _compile_once(path, codes, progress)
+        symbols, object_code = _kept(path, codes) or _compile_once(path, codes, progress)
     rtsys.initialize(cpu_target.target_context)  # LLVM learns the addresses of Numba's helpers
-    _check_symbols(codes, machine_code)
+    _check_symbols(codes, object_code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), TARGET.machine_code())
-    object_file = llvm.ObjectFileRef.from_data(machine_code)
+    object_file = llvm.ObjectFileRef.from_data(object_code)
     engine.add_object_file(object_file)
     engine.finalize_object()
-    _linked.extend((engine, object_file, machine_code))
+    _linked.extend((engine, object_file, object_code))
     for code in codes:
         code.set_address(engine.get_function_address(symbols[code.name]))
 
@@ -198,31 +199,6 @@ def build(codes: Sequence[Code], directory: Path, variant: str = "") -> None:
     replace_file(directory / f"{_fingerprint(codes, variant)}.o", _packed(*_compile(codes)))
 
 
-def _compiler_routines() -> Iterator[str]:
-    """Yields the compiler-library routines that LLVM may call in place of instructions that a processor lacks."""
-    formats, widths = ("hf", "bf", "sf", "df", "xf", "tf"), ("si", "di", "ti")
-    yield from (f"__{name}{a}{b}2" for name in ("trunc", "extend") for a in formats for b in formats)
-    yield from (f"__{name}{a}{b}" for name in ("fix", "fixuns") for a in formats for b in widths)
-    yield from (f"__{name}{b}{a}" for name in ("float", "floatun") for a in formats for b in widths)
-    arithmetic = ("add", "sub", "mul", "div", "udiv", "mod", "umod", "ashl", "ashr", "lshr")
-    yield from (f"__{name}{a}3" for name in arithmetic for a in (*formats, *widths))
-    yield from (f"__{name}{a}2" for name in ("neg", "clz", "ctz", "popcount", "powi") for a in (*formats, *widths))
-    yield from (f"__{name}{a}4" for name in ("mulo", "divmod", "udivmod") for a in widths)
-    yield from ("__gnu_f2h_ieee", "__gnu_h2f_ieee")
-
-
-@cache
-def stub_missing_routines() -> frozenset[str]:
-    """Maps each compiler-library routine that this process lacks to `abort`. Returns the names of these routines.
-
-    Without an address LLVM ends the process while Numba compiles, before `link` can refuse the code.
-    """
-    missing = frozenset(name for name in _compiler_routines() if not llvm.address_of_symbol(name))
-    for name in missing:
-        llvm.add_symbol(name, llvm.address_of_symbol("abort"))
-    return missing
-
-
 def undefined_symbols(machine_code: bytes) -> list[str]:
     """Returns the undefined symbols of an object file (64-bit ELF)."""
     object_file = llvm.ObjectFileRef.from_data(machine_code)
@@ -234,9 +210,7 @@ def undefined_symbols(machine_code: bytes) -> list[str]:
 
 def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
     """Raises UnsupportedProcessor for a missing symbol; LLVM's linker would end the process."""
-    absent = stub_missing_routines()
-    called = undefined_symbols(machine_code)
-    missing = [name for name in called if name in absent or not llvm.address_of_symbol(name)]
+    missing = [name for name in undefined_symbols(machine_code) if not llvm.address_of_symbol(name)]
     if missing:
         names = ", ".join(code.name for code in codes if _calls(code, missing)) or codes[0].name
         raise UnsupportedProcessor(
@@ -245,8 +219,14 @@ def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
         )
 
 
+def object_code(codes: Sequence[Code], target: CompileTarget) -> bytes:
+    """Returns one object file of these functions for a processor, of another kind of machine if it is one."""
+    modules = [llvm_module(code, target) for code in codes]
+    return machine_code(modules, [code.symbol for code in codes], target)
+
+
 def llvm_module(code: Code, target: CompileTarget) -> Any:
-    """Returns the LLVM code of a function, for another kind of machine if the target is one."""
+    """Returns the LLVM code of a function, not optimised; for another kind of machine if the target is one."""
     text = code.compiled.inspect_llvm().replace(f"@{FOREIGN}", "@")
     if not target.is_native:
         machine = target.machine_code()
@@ -257,8 +237,7 @@ def llvm_module(code: Code, target: CompileTarget) -> Any:
 
 def _calls(code: Code, missing: Sequence[str]) -> bool:
     """Whether the code itself calls one of these symbols."""
-    machine_code = TARGET.machine_code().emit_object(llvm_module(code, TARGET))
-    return not set(missing).isdisjoint(undefined_symbols(machine_code))
+    return not set(missing).isdisjoint(undefined_symbols(object_code((code,), TARGET)))
 
 
 def _built(codes: Sequence[Code], variant: str) -> tuple[dict[str, str], bytes] | None:
@@ -354,12 +333,9 @@ def _compile_each(codes: Sequence[Code], progress: CompileProgress) -> None:
 
 def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
     """Compiles all. Returns their symbols by name, and one object file."""
-    symbols = {code.name: str(code.compiled.native_name) for code in codes}
+    symbols = {code.name: code.symbol for code in codes}
     assert len(symbols) == len(codes), "two kernels of one name"
-    whole = llvm.parse_assembly("")
-    for code in codes:
-        whole.link_in(llvm_module(code, TARGET))
-    return symbols, TARGET.machine_code().emit_object(whole)
+    return symbols, object_code(codes, TARGET)
 
 
 def _read(path: Path) -> tuple[dict[str, str], bytes] | None:

@@ -22,7 +22,6 @@ from edgemoe.jit.intrinsics import (
     atomic_store,
     atomic_swap,
     call_chunk,
-    entry,
     give_way,
     i64_at,
     jit,
@@ -93,7 +92,7 @@ def RUN_HELPER(control: int) -> None:
             idle = 0
 
 
-@entry
+@jit
 def parallel(control: int, function: int, job: int, chunks: int) -> None:
     """Calls the function at an address for every chunk: function(job, chunk). Returns when all are done."""
     if chunks == 1 or control == 0 or not atomic_replace(control + BUSY, 0, 1):
@@ -115,6 +114,12 @@ def parallel(control: int, function: int, job: int, chunks: int) -> None:
         if spins > 1000:  # the helper lost its core: give it ours
             give_way()
     atomic_store(control + BUSY, 0)
+
+
+@code(INT, INT, INT, INT)
+def RUN_CHUNKS(control: int, function: int, job: int, chunks: int) -> None:
+    """Calls the function at an address for every chunk, as `parallel` does; Python calls this one."""
+    parallel(control, function, job, chunks)
 
 
 @code(INT)
@@ -143,6 +148,10 @@ class ThreadPool:
         for helper in helpers:
             helper.start()
         self.close = weakref.finalize(self, _stop, view, self.control, helpers)
+
+    def run(self, function: int, job: int, chunks: int) -> None:
+        """Calls the function at an address for every chunk: function(job, chunk). Returns when all are done."""
+        RUN_CHUNKS.call(self.control, function, job, chunks)
 
     @staticmethod
     def _spins() -> int:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from llvmlite import ir
@@ -121,7 +122,7 @@ def test_without_a_directory_it_is_compiled() -> None:
     assert result(codes[1]) == 42
 
 
-ABSENT = min(object_cache.stub_missing_routines())
+ABSENT = "__routine_that_no_library_has"
 
 
 @intrinsic
@@ -150,6 +151,29 @@ def test_code_with_unlinked_symbols_fails_naming_them_and_the_processor(call: An
         link((*make(), lacking), tmp_path / "kernels" if keep else None)
     with pytest.raises(UnsupportedProcessor, match=message):
         lacking.call(0)
+
+
+def test_python_cannot_be_given_a_function_that_kernels_compiled_first() -> None:
+    @numba.njit
+    def both(at: int) -> int:
+        return at + 1
+
+    @code(INT)
+    def calling(at: int) -> None:
+        i64_at(at)[0] = both(at)
+
+    with pytest.raises(TypeError, match="make a `Code` of it"):
+        calling.call(0)
+
+
+def test_functions_for_python_are_compiled_as_usual_after_kernels() -> None:
+    link(make(), None)
+
+    @numba.njit
+    def plain(a: int) -> int:
+        return a * 2
+
+    assert plain(21) == 42
 
 
 def test_kept_code_is_found_by_every_text_that_may_be_in_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from edgemoe.jit.intrinsics import atomic_add, atomic_load, i64_at, pause
 from edgemoe.jit.object_cache import chunk
-from edgemoe.jit.thread_pool import ThreadPool, parallel
+from edgemoe.jit.thread_pool import ThreadPool
 
 
 @chunk
@@ -29,7 +29,7 @@ def test_it_returns_when_the_last_chunk_is_done_and_not_before() -> None:
     pool, early = ThreadPool(2), 0
     for _ in range(100):
         counts = np.zeros(2, np.int64)
-        parallel(pool.control, _count_slowly.address, counts.ctypes.data, 2)
+        pool.run(_count_slowly.address, counts.ctypes.data, 2)
         early += counts.tolist() != [1, 1]
         while not counts.all():
             pass  # the memory is the other thread's still
@@ -41,7 +41,7 @@ def test_it_returns_when_the_last_chunk_is_done_and_not_before() -> None:
 def test_every_chunk_is_done_once(threads: int) -> None:
     pool, counts = ThreadPool(threads), np.zeros(1000, np.int64)
     for chunks in (1, 2, 7, 1000) * 50:
-        parallel(pool.control, _count.address, counts.ctypes.data, chunks)
+        pool.run(_count.address, counts.ctypes.data, chunks)
     assert counts.tolist() == [200] + [150] + [100] * 5 + [50] * 993
     pool.close()
 
@@ -60,7 +60,7 @@ def _wait_in_the_first(job: int, number: int) -> None:
 
 def test_a_slow_thread_leaves_all_other_chunks_to_the_others() -> None:
     pool, counts = ThreadPool(2), np.zeros(2, np.int64)
-    parallel(pool.control, _wait_in_the_first.address, counts.ctypes.data, 32)
+    pool.run(_wait_in_the_first.address, counts.ctypes.data, 32)
     assert counts[1] == 31
     pool.close()
 
@@ -70,7 +70,7 @@ def test_several_callers_at_once_each_get_all_their_chunks_done() -> None:
 
     def call(counts: np.ndarray[Any, Any]) -> None:
         for _ in range(300):
-            parallel(pool.control, _count.address, counts.ctypes.data, len(counts))
+            pool.run(_count.address, counts.ctypes.data, len(counts))
 
     arrays = [np.zeros(20 + i, np.int64) for i in range(4)]
     callers = [threading.Thread(target=call, args=(array,)) for array in arrays]

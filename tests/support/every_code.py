@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from edgemoe.experts.compiled_parts import every_part
 from edgemoe.jit.compile_target import CompileTarget, named
-from edgemoe.jit.object_cache import Code, llvm_module, undefined_symbols
+from edgemoe.jit.object_cache import Code, object_code, undefined_symbols
 from edgemoe.kernels.cpu import decode_step
 from edgemoe.kernels.cpu.encoded.row_code import row_parts
 from edgemoe.kernels.cpu.runtime import kernel_part
@@ -45,9 +45,9 @@ def undefined(codes: Sequence[Code], target: CompileTarget) -> dict[str, list[st
 
     Functions of edgemoe are left out: the linker finds them on every processor.
     """
-    machine, found = target.machine_code(), {}
+    found: dict[str, list[str]] = {}
     for code in codes:
-        for symbol in undefined_symbols(machine.emit_object(llvm_module(code, target))):
+        for symbol in undefined_symbols(object_code((code,), target)):
             if PACKAGE not in symbol:
                 found.setdefault(symbol, []).append(code.name)
     return found

@@ -29,7 +29,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.jit.intrinsics import i64_at, record
 from edgemoe.jit.object_cache import chunk
-from edgemoe.jit.thread_pool import ThreadPool, parallel
+from edgemoe.jit.thread_pool import ThreadPool
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
@@ -203,7 +203,7 @@ def _streamed(pool: ThreadPool, address: int, size_bytes: int) -> float:
     sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
     job["address"], job["sums"] = address, sums.ctypes.data
     start = time.perf_counter()
-    parallel(pool.control, _stream.address, job.ctypes.data, chunks)
+    pool.run(_stream.address, job.ctypes.data, chunks)
     return chunks * 8 * STREAM_WORDS / (time.perf_counter() - start)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.jit.object_cache import Code, CompiledPart, CompileProgress, link, no_progress
-from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_HELPER
+from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_CHUNKS, RUN_HELPER
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
@@ -68,7 +68,7 @@ def fill_cache(job: npt.NDArray[np.void], cache: PagedCache) -> None:
 def kernel_part(bf16: bool) -> CompiledPart:
     """Returns the code of the kernels for one weight type, less that of rows (see `row_code`)."""
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
-    every = (RUN_HELPER, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
+    every = (RUN_HELPER, RUN_CHUNKS, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
     made = (make(bf16)[-1] for make in (*refers, make_product))
     return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), variant_of(bf16))
 
