@@ -63,6 +63,17 @@ class CorruptExpert(StoreError):
         self.file, self.layer, self.expert = file, layer, expert
 
 
+class CorruptRow(StoreError):
+    """The bytes of one row of a table differ from the checksum behind them."""
+
+    def __init__(self, file: str, row: int) -> None:
+        super().__init__(
+            f"{file}: row {row} is damaged (its checksum is wrong); pack the checkpoint again, or copy the file from a "
+            "good store"
+        )
+        self.file, self.row = file, row
+
+
 class MissingExpert(StoreError):
     """An expert is in no tier, on no disk and at no peer that can be reached."""
 

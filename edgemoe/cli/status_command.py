@@ -323,6 +323,20 @@ def tier_table(metrics: Mapping[str, float]) -> Table:
     return table
 
 
+def rows_line(metrics: Mapping[str, float]) -> str:
+    """Returns the state of the tier of rows, "" without one."""
+    if not (slots := select(metrics, names.ROW_SLOTS)):
+        return ""
+    taken = select(metrics, names.ROWS_FOUND)
+    steps_s = select(metrics, names.STEP_SECONDS)
+    in_ram, on_disk = (format_size(select(metrics, each)) for each in (names.ROW_CACHE_BYTES, names.ROW_TABLE_BYTES))
+    line = f"{select(metrics, names.ROWS_HELD):,.0f} of {slots:,.0f} in {in_ram} of RAM, {on_disk} on disk"
+    if not taken or not steps_s:
+        return line
+    held = 1 - select(metrics, names.ROWS_FOUND, where="waited") / taken
+    return f"{line}, {held:.1%} there in time; {select(metrics, names.ROW_WAIT_SECONDS) / steps_s:.1%} of steps waiting"
+
+
 def _request_table(metrics: Mapping[str, float]) -> Table:
     blocks = select(metrics, names.KV_BLOCKS)
     used = select(metrics, names.KV_BLOCKS_REFERENCED)
@@ -332,6 +346,7 @@ def _request_table(metrics: Mapping[str, float]) -> Table:
         "Requests": f"{select(metrics, names.REQUESTS_RUNNING):.0f} running, "
         f"{select(metrics, names.QUEUE_DEPTH):.0f} waiting",
         "KV cache": f"{used / blocks:.0%} of {blocks:.0f} blocks" if blocks else "",
+        "Rows": rows_line(metrics),
         "Windows": f"{in_windows / windows:.0%} of {windows:.0f} blocks" if windows else "",
         "Tokens": f"{select(metrics, 'edgemoe_generation_tokens_total'):,.0f} generated, "
         f"{select(metrics, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
@@ -341,7 +356,8 @@ def _request_table(metrics: Mapping[str, float]) -> Table:
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
-        table.add_row(Text(name, "bold"), text)
+        if text:
+            table.add_row(Text(name, "bold"), text)
     return table
 
 

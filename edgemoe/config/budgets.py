@@ -1,8 +1,9 @@
 """Decides memory budgets once at start: from settings, machine and model sizes to the bytes of every slab.
 
-Host RAM holds the RAM slab, the slabs of emulated devices and, where no GPU computes, dense weights and KV. A GPU holds
-its expert slab; the first GPU also holds dense weights and KV. States of sequences lie beside KV. Headroom stays free
-on both. A stated budget is used as it is or refused, never changed; a budget of 0 takes the free memory.
+Host RAM holds the RAM slab, the slabs of emulated devices, rows of tables on disk and, where no GPU computes, dense
+weights and KV. A GPU holds its expert slab; the first GPU also holds dense weights and KV. States of sequences lie
+beside KV. Headroom stays free on both. A stated budget is used as it is or refused, never changed; a budget of 0 takes
+the free memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ KV_SHARE = 0.25  # the default KV budget's largest part of the memory beside den
 KV_SWAP_SHARE = 4  # KV memory over the memory for swapping (on a GPU: the host's headroom over it)
 DENSE_REMEDY = "a lower memory.headroom_bytes, or pack the model with --dense int8"
 STEP_SHARE = 4  # KV memory over the largest part of it for the windows of a step's tokens
+ROWS_SHARE = 64  # free memory over the default memory for rows of tables on disk
+LEAST_ROWS = 2048  # in it: of the tokens of some steps
 LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
@@ -41,6 +44,8 @@ class ModelNeeds:
     decoded_bytes: int = 0  # of the weights except the experts where a GPU holds them; 0: as many as elsewhere
     window: int = 0  # tokens, where layers have windows
     window_block_bytes: int = 0
+    table_bytes: int = 0  # of tables that stay on disk
+    row_bytes: int = 0  # of one of their rows
 
     @property
     def block_bytes(self) -> int:
@@ -81,6 +86,8 @@ class Budgets:
     state_bytes: int = 0  # of all slots
     kv_blocks: int = 0  # of the layers that see all tokens
     window_blocks: int = 0  # of the layers with windows
+    table_bytes: int = 0  # of tables that stay on disk
+    row_cache_bytes: int = 0  # for rows of them in host RAM
 
     @property
     def all_fit(self) -> bool:
@@ -98,6 +105,8 @@ class Budgets:
         rows = [f"dense weights {format_size(self.dense_bytes)}, KV {format_size(self.kv_bytes)}"]
         if self.state_slots:
             rows[0] += f", states {format_size(self.state_bytes)} ({self.state_slots} slots)"
+        if self.table_bytes:
+            rows[0] += f", rows {format_size(self.row_cache_bytes)} ({format_size(self.table_bytes)} stay on disk)"
         rows.append(self._row("RAM experts", self.ram_bytes))
         for device in self.devices:
             if device.kind != "cpu":
@@ -121,6 +130,8 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     host_free -= emulated_bytes
     dense_bytes = (on_gpu and needs.decoded_bytes) or needs.dense_bytes
     host_free -= 0 if on_gpu else dense_bytes
+    row_cache_bytes = _row_cache(settings, needs, host_free)
+    host_free -= row_cache_bytes
     first_free = _gpu_free(settings, machine, devices[0]) - dense_bytes if on_gpu else host_free
     context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
     remedy = "device.0.kind=cpu" if on_gpu else DENSE_REMEDY
@@ -158,6 +169,8 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
         state_bytes=state_bytes,
         kv_blocks=kv_blocks,
         window_blocks=window_blocks,
+        table_bytes=needs.table_bytes,
+        row_cache_bytes=row_cache_bytes,
     )
 
 
@@ -189,6 +202,12 @@ def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> i
 
 def _limited(free_bytes: int, limit_bytes: int) -> int:
     return min(free_bytes, limit_bytes) if limit_bytes else free_bytes
+
+
+def _row_cache(settings: Settings, needs: ModelNeeds, free: int) -> int:
+    """Returns the memory for rows: as stated, else a share of free memory, at most the tables."""
+    usual = max(free // ROWS_SHARE, LEAST_ROWS * needs.row_bytes)
+    return min(needs.table_bytes, settings.memory.row_cache_bytes or usual)
 
 
 def _sequences(

@@ -61,6 +61,7 @@ class MemorySettings(SettingsSection, frozen=True, kw_only=True):
     ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
     kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by free memory
     kv_disk_bytes: Bytes = 0  # keys and values kept in model.store_dir across restarts; 0: none
+    row_cache_bytes: Bytes = 0  # rows of tables that stay on disk; 0: a 64th of free memory, or 2048 rows
     headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
     limit_bytes: Bytes = 0  # of RAM for weights, keys and values of the model together; 0: free memory minus headroom
     models_bytes: Bytes = 0  # of RAM for all loaded models together; 0: free memory minus headroom, at start

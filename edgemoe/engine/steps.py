@@ -29,6 +29,7 @@ from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.request import Request, Sampling, TokenLogprob
+from edgemoe.types.row_source import RowSource
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, StepMeta, StepRouting
 
 if TYPE_CHECKING:
@@ -107,6 +108,15 @@ def rows_of(works: Rows[ScheduledWork]) -> IntArray:
     return np.flatnonzero(~drafted)
 
 
+def following_tokens(works: Rows[ScheduledWork]) -> IntArray:
+    """Returns the tokens of prompts that the step after this one is likely to compute."""
+    tokens: list[int] = []
+    for seq, count, _ in works:
+        end = seq.computed + count
+        tokens += seq.tokens[end : end + count]
+    return np.array(tokens, np.int64)
+
+
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 
 
@@ -114,7 +124,7 @@ class StepDecoder(Protocol):
     """Computes logits: the engine's interface to the model."""
 
     def forward(self, batch: Batch, kv: Any, experts: ExpertExecutor) -> torch.Tensor:
-        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
+        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises StoreError."""
 
 
 class StepExperts(ExpertExecutor, Protocol):
@@ -132,7 +142,7 @@ class StepExperts(ExpertExecutor, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model: decoder, experts, KV cache and grammars."""
+    """A loaded model: decoder, experts, KV cache, grammars, and its table of rows, if it has one."""
 
     spec: ModelSpec
     decoder: StepDecoder
@@ -140,6 +150,7 @@ class LoadedModel:
     kv: Any  # of as many blocks and, in its `states`, slots as the engine's budget has
     device: torch.device
     grammars: GrammarCompiler | None = None
+    table: RowSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,15 +218,22 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def compute(self, works: Rows[ScheduledWork]) -> ForwardResult:
-        """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
+        """Runs the works' forward pass and changes nothing. Raises StoreError."""
         meta = describe(works)
         batch = make_batch(works, meta)
+        self.expect_tokens(meta.tokens)
+        self.expect_tokens(following_tokens(works))
         started_s = self.started_s = self._clock()
         ids = self._ids = self._model.experts.begin_step(meta)
         if self._watchers.expect is not None:
             self._watchers.expect(meta, ids)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
         return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
+
+    def expect_tokens(self, tokens: IntArray) -> None:
+        """Begins to read rows of tokens that will be computed soon, if the model has such."""
+        if self._model.table is not None and len(tokens):
+            self._model.table.begin_reads(tokens)
 
     def commit(self, step: ForwardResult) -> int:
         """Counts the step's tokens, without drafts, as computed, and adds to the totals.
@@ -423,7 +441,10 @@ class StepRunner:
             drafts.append(UncheckedDraft(work.draft, behind, at, ends[at] + 1) if work.draft else None)
             row += len(work.draft)
         done = [work.seq for work in works if completes(work)]
-        sampled = iter(sample(logits if len(last) == len(logits) else logits[last], done) if done else ())
+        chosen = sample(logits if len(last) == len(logits) else logits[last], done) if done else ()
+        next_tokens = [each.token for each in chosen if isinstance(each, SampledToken)]
+        self._runner.expect_tokens(np.array(next_tokens, np.int64))
+        sampled = iter(chosen)
         outcomes = [
             SequenceOutcome(work.seq, next(sampled) if completes(work) else None, draft)
             for work, draft in zip(works, drafts, strict=True)

@@ -77,6 +77,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         feed_forward=FeedForwardSpec(**_read(config, FEED_FORWARD, family.feed_forward)),
         block=BlockSpec(**_read(config, BLOCK, family.block)),
         extra_layers=EXTRA_LAYERS(config),
+        layer_inputs=family.layer_inputs(config),
     )
     _check_sizes(spec)
     return spec

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgemoe.families.mechanisms import same_attention
 from edgemoe.families.read import Config, ConfigReader, always, choice, first_dense, flag, number, shared_width, whole
-from edgemoe.families.spec import AttentionHeads, LayerAttention, TensorNames
+from edgemoe.families.spec import AttentionHeads, LayerAttention, LayerInputs, TensorNames
 
 FieldSources = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
 PLAIN = TensorNames()
@@ -40,6 +40,7 @@ class Family:
     router: FieldSources = field(default_factory=dict)
     feed_forward: FieldSources = field(default_factory=dict)
     block: FieldSources = field(default_factory=dict)
+    layer_inputs: Callable[[Config], LayerInputs | None] = lambda _: None
 
 
 def expert_groups(key: str) -> Callable[[Config], int]:

@@ -21,11 +21,12 @@ from edgemoe.families.read import (
     stated_kinds,
     whole,
 )
-from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, RopeSpec, Tensors
+from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, LayerInputs, RopeSpec, Tensors
 from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation
 
 MOST_WIDTH = 1 << 14
+MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,6 @@ GEMMA_ROPE: dict[str, dict[str, Any]] = {
 }
 GEMMA_LACKS = {  # features of other Gemmas, and the values with which a model is without them
     "enable_moe_block": (True,),
-    "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (0, None),
     "use_double_wide_mlp": (False, None),
     "use_bidirectional_attention": (None, "vision"),  # between the tokens of an image, which are refused
@@ -157,9 +157,28 @@ def clamped_swiglu(config: Config) -> Activation:
     return Activation("clamped_swiglu", alpha, limit)
 
 
+def gemma_inputs(config: Config) -> LayerInputs | None:
+    """Returns Gemma's per-layer embeddings, or None where the model has none. Raises CheckpointError."""
+    if not config.get("hidden_size_per_layer_input"):
+        return None
+    width = integer(config, "hidden_size_per_layer_input")
+    if width > MOST_WIDTH:
+        raise CheckpointError(f"config.json: hidden_size_per_layer_input must be at most {MOST_WIDTH}, not {width}")
+    tokens, vocab = (integer(config, name) for name in ("vocab_size_per_layer_input", "vocab_size"))
+    if not vocab <= tokens <= MOST_TOKENS:
+        most = f"from vocab_size, {vocab}, to {MOST_TOKENS}"
+        raise CheckpointError(f"config.json: vocab_size_per_layer_input must be {most}, not {tokens}")
+    return LayerInputs(tokens, width, _root(config, width))
+
+
 def root_of_hidden(config: Config) -> float:
     """Returns the factor of Gemma's embedding: a number of the weights' type, as the model was trained with."""
-    root = integer(config, "hidden_size") ** 0.5
+    return _root(config, integer(config, "hidden_size"))
+
+
+def _root(config: Config, width: int) -> float:
+    """Returns the root of a width in the weights' type."""
+    root = width**0.5
     if str(config.get("dtype") or config.get("torch_dtype")).endswith("float32"):
         return float(root)
     bits: int = struct.unpack("<I", struct.pack("<f", root))[0]

@@ -270,6 +270,18 @@ class BlockSpec:
     soft_cap: float = 0.0  # bounds logits by tanh; 0: none
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """A second embedding of each token. Each layer adds its own part of it to the residual, through a gate.
+
+    Its table has a row for each token and is read from disk row by row.
+    """
+
+    tokens: int  # rows of the table
+    width: int  # of one layer's part
+    factor: float  # of the rows
+
+
 LAYER = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.(\d+)\.")
 EXTRA = re.compile(r"(?:model\.|language_model\.|backbone\.)*mtp(?:_\w+)?\.")
 EXTRA_PART = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|mtp_block|mtp)\.")
@@ -295,6 +307,7 @@ class ModelSpec:
     dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
     kv_int8: bool = False  # keys and values are kept in int8 instead of `dtype`
     extra_layers: int = 0  # of checkpoints behind the last one, for predicting several tokens
+    layer_inputs: LayerInputs | None = None
 
     @property
     def layers(self) -> int:
@@ -380,12 +393,22 @@ NORMS = {  # `norms` of a block -> the norms of a layer, in the order of their u
 }
 
 
+def row_tables(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of the tables of which a step reads single rows, by their names in transformers 5."""
+    if (inputs := spec.layer_inputs) is None:
+        return {}
+    return {"model.embed_tokens_per_layer.weight": (inputs.tokens, spec.layers * inputs.width)}
+
+
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Returns the shape of every tensor outside the experts, by its name in transformers 5."""
+    """Returns the shape of every tensor outside the experts and the row tables, by its name in transformers 5."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
     for layer in range(spec.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, layer)}
     shapes["model.norm.weight"] = (spec.hidden,)
+    if (inputs := spec.layer_inputs) is not None:
+        shapes["model.per_layer_model_projection.weight"] = (spec.layers * inputs.width, spec.hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (inputs.width,)
     if not spec.block.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
@@ -402,6 +425,10 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> Tensors:
             yield f"{name}_feedforward_layernorm_2.weight", (spec.hidden,)
         yield "post_feedforward_layernorm_1.weight", (spec.hidden,)
         yield "layer_scalar", (1,)
+    if (inputs := spec.layer_inputs) is not None:
+        yield "per_layer_input_gate.weight", (inputs.width, spec.hidden)
+        yield "per_layer_projection.weight", (spec.hidden, inputs.width)
+        yield "post_per_layer_input_norm.weight", (spec.hidden,)
     feed_forward = spec.feed_forward
     if layer in feed_forward.dense_layers:
         yield from _mlp_shapes("mlp", spec.hidden, feed_forward.dense_width, feed_forward.activation)

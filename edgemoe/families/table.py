@@ -28,6 +28,7 @@ from edgemoe.families.mechanisms import (
     by_type_below,
     clamped_swiglu,
     gemma,
+    gemma_inputs,
     root_of_hidden,
 )
 from edgemoe.families.read import (
@@ -72,6 +73,7 @@ GEMMA_4 = Family(
         "parallel": True,
         "soft_cap": number("final_logit_softcapping", default=0.0),
     },
+    layer_inputs=gemma_inputs,
 )
 QWEN_3 = Family(
     name="qwen3_moe",

@@ -26,6 +26,7 @@ from edgemoe.front.start_turn import StartForgone, StartProgress
 from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
 
 PATIENCE_S = 10.0  # that a model waits for memory before busy models take no further requests
+ROWS_PART = 32  # bytes of tables on disk over the memory for their rows, where it is not stated
 KV_PART = 3  # bytes of a store over bytes of its KV, where these are not stated
 MARGIN = 1.02  # for whole slots and blocks
 IN_RAM = ("cpu", "emulated")  # devices without memory of their own
@@ -284,11 +285,12 @@ def stated_memory(settings: Settings) -> ModelMemory:
 def needed_memory(settings: Settings, facts: ModelFacts) -> ModelMemory:
     """Returns the memory for all of a model, or its stated budgets, with KV and emulated devices."""
     dense_bytes, stated = facts.dense_bytes, settings.memory
-    all_experts_bytes = max(0, facts.store.disk_bytes - dense_bytes)
-    kv_bytes = stated.kv_bytes or facts.store.disk_bytes // KV_PART
+    all_experts_bytes = max(0, facts.store.disk_bytes - dense_bytes - facts.table_bytes)
+    row_cache_bytes = min(facts.table_bytes, stated.row_cache_bytes or facts.table_bytes // ROWS_PART)
+    kv_bytes = stated.kv_bytes or (facts.store.disk_bytes - facts.table_bytes) // KV_PART
     emulated_bytes = sum(device.expert_bytes for device in settings.device if device.kind == "emulated")
     stated_slabs = (device.expert_bytes for device in settings.device if device.kind != "emulated")
     on_device_bytes = max(stated_slabs, default=0) or all_experts_bytes
-    ram_bytes = dense_bytes + kv_bytes + (stated.ram_bytes or all_experts_bytes) + emulated_bytes
+    ram_bytes = dense_bytes + kv_bytes + row_cache_bytes + (stated.ram_bytes or all_experts_bytes) + emulated_bytes
     vram_bytes = dense_bytes + kv_bytes + on_device_bytes
     return ModelMemory(int(ram_bytes * MARGIN), int(vram_bytes * MARGIN))

@@ -12,7 +12,7 @@ from edgemoe.config.budgets import VRAM_HEADROOM_BYTES, devices_of
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import dense_shapes
+from edgemoe.families.spec import dense_shapes, row_tables
 from edgemoe.policy.model_memory import ModelMemory
 from edgemoe.store.catalog import resolve
 from edgemoe.store.manifest import MANIFEST, Manifest, spec_of
@@ -30,6 +30,7 @@ class ModelFacts:
     info: ModelInfo | None = None  # None where the store cannot be read
     context_tokens: int = 0
     dense_bytes: int = 0  # of all weights except the experts
+    table_bytes: int = 0  # of tables whose rows are read from disk
 
 
 def facts_of(settings: Settings) -> ModelFacts:
@@ -44,7 +45,7 @@ def facts_of(settings: Settings) -> ModelFacts:
         return ModelFacts(str(path))
     info = served_info(settings.model.name, manifest, spec)
     context_tokens = min(settings.engine.context_tokens or spec.context_tokens, spec.context_tokens)
-    return ModelFacts(str(path), store_facts(path), info, context_tokens, manifest.dense.bytes)
+    return ModelFacts(str(path), store_facts(path), info, context_tokens, manifest.dense.bytes, manifest.table_bytes)
 
 
 def store_facts(directory: Path) -> StoreFacts:
@@ -55,7 +56,7 @@ def store_facts(directory: Path) -> StoreFacts:
         modified_s = (directory / MANIFEST).stat().st_mtime
     except (EdgemoeError, OSError):
         return StoreFacts()
-    dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
+    dense = sum(math.prod(shape) for shape in (dense_shapes(spec) | row_tables(spec)).values())
     experts = sum(len(layer.experts) for layer in manifest.layers)
     expert = math.prod(spec.geometry.gate_up_shape) + math.prod(spec.geometry.down_shape)
     return StoreFacts(manifest.total_bytes, dense + experts * expert, modified_s)

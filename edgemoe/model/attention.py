@@ -324,6 +324,7 @@ class StepContext:
         self.kv, self.kernels, self.attention = kv, kernels, attention
         self._find_states, self._find_angles = states, angles
         self._angles: dict[RopeSpec, Angles] = {}
+        self.layer_inputs: torch.Tensor | None = None  # [T, L, width], where the model has such
 
     @classmethod
     def of(

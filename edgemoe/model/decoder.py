@@ -19,6 +19,7 @@ from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.fused import FusedDecoder
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
+from edgemoe.types.row_source import RowSource
 from edgemoe.types.step import Batch, ExpertExecutor
 
 
@@ -45,18 +46,19 @@ class Decoder:
         kernels: Kernels | None = None,
         progress: Callable[[float], object] = lambda _: None,
         graphs: bool = False,
+        table: RowSource | None = None,
     ) -> Decoder:
         """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError.
 
         `progress` is called with the share of layers that are loaded. With `graphs` a GPU computes steps of few tokens
-        as CUDA graphs, where every expert is in VRAM or pinned RAM.
+        as CUDA graphs, where every expert is in VRAM or pinned RAM. `table` has the rows of a model that has some.
         """
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
         progress(0.0)
-        weights = load_weights(spec, path, device, kernels, progress)
+        weights = load_weights(spec, path, device, kernels, progress, table)
         decoder = cls(spec, weights, device, kernels)
-        if graphs and device.type == "cuda":
+        if graphs and device.type == "cuda" and weights.inputs is None:
             decoder._graphed = GraphedDecoder(spec, weights, decoder._ropes, device)
         return decoder
 
@@ -67,7 +69,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
-        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
+        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises StoreError.
 
         The `hidden` passed to `experts` is valid during that call only. While kernels compute few tokens, torch has one
         thread: its threads spin after each operation and would take cores from the kernels.
@@ -85,6 +87,8 @@ class Decoder:
         residual = self._weights.embed.rows_at(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
+        if self._weights.inputs is not None:
+            step.layer_inputs = self._weights.inputs(batch.tokens, residual)
         called = MoeRunner(experts, self.gates, batch.decode)
         for layer in self._weights.layers:
             layer(residual, step, called)

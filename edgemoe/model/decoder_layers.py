@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from edgemoe.model.dense_weights import DenseMatrix, LayerReader, Norm, WeightRe
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
+from edgemoe.model.layer_inputs import InputGate, TokenInputs
 from edgemoe.model.mamba import Mamba
+from edgemoe.types.row_source import RowSource
 from edgemoe.types.step import ExpertExecutor
 
 
@@ -150,6 +152,7 @@ class ParallelLayer:
         self.dense = Mlp(reader, "mlp.shared_experts")
         self.gate, self._dtype = Gate(reader), DTYPES[reader.spec.dtype]
         self.scalar = reader.read("layer_scalar", dtype=torch.float32)
+        self.input_gate = InputGate(reader) if reader.spec.layer_inputs is not None else None
 
         def norm(name: str) -> Norm:
             return reader.norm(f"{name}.weight")
@@ -168,6 +171,9 @@ class ParallelLayer:
         mixed = experts(residual, self.before_experts(residual).to(self._dtype))
         both = self.after_dense(dense.float()) + self.after_experts(mixed.float())
         residual += self.after_both(both)
+        if self.input_gate is not None:
+            assert step.layer_inputs is not None
+            residual += self.input_gate(residual, step.layer_inputs)
         residual *= self.scalar
 
 
@@ -208,6 +214,7 @@ class DenseWeights:
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: DenseMatrix  # [V, H], the embedding itself where they are tied
+    inputs: TokenInputs | None = None
 
     @property
     def gates(self) -> tuple[Gate, ...]:
@@ -231,14 +238,20 @@ def load_weights(
     device: torch.device,
     kernels: Kernels | None,
     progress: Callable[[float], object] = lambda _: None,
+    table: RowSource | None = None,
 ) -> DenseWeights:
     """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError.
 
-    `progress` is called with the share of layers that are loaded.
+    `progress` is called with the share of layers that are loaded. `table` has the rows of a model that has some.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return _assemble(spec, WeightReader(spec, path, file, device, kernels), progress)
+            reader, inputs = WeightReader(spec, path, file, device, kernels), None
+            weights = _assemble(spec, reader, progress)
+            if spec.layer_inputs is not None:
+                assert table is not None, "this model has a table of rows"
+                inputs = TokenInputs(spec, spec.layer_inputs, reader, table)
+            return replace(weights, inputs=inputs)
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 

@@ -91,6 +91,9 @@ class FusedDecoder:
         residual.copy_(self._weights.embed.rows_at(batch.tokens))
         if block.embedding != 1.0:
             residual *= block.embedding
+        if self._weights.inputs is not None:
+            inputs = self._weights.inputs(batch.tokens, residual)  # [T, L, width]
+            plan.inputs[:, :tokens, inputs.shape[2] :] = inputs.transpose(0, 1)
         for rope, angles in plan.angles.items():
             for to, part in zip(angles, self._ropes[rope](batch.positions), strict=True):
                 to[:tokens] = part

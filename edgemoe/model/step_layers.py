@@ -36,6 +36,7 @@ from edgemoe.model.dense_weights import DenseMatrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import LayerStates
 from edgemoe.model.latent_attention import LatentAttention
+from edgemoe.model.layer_inputs import InputGate
 from edgemoe.model.mamba import Mamba
 from edgemoe.model.step_plan import Packed, Part, Record, Source, StepPlan, plain_matrix
 
@@ -145,6 +146,15 @@ class LayerPlanner:
         self.plan.network(name, mlp, both)
         return Source(self.plan.buffer(name, self.plan.spec.hidden))
 
+    def own_input(self, part: InputGate) -> Source:
+        """Adds a layer's own input, weighted by its gate."""
+        plan, width = self.plan, len(part.gate)
+        both = plan.inputs[part.layer].data_ptr()
+        gates = plan.part(part.gate, plan.join(None, "inputs", [part.gate]), both)
+        plan.multiply([gates._replace(out_stride=4 * 2 * width)])
+        plan.activate("inputs", part.activation, part.out, both, 2 * width)
+        return Source(plan.buffer("inputs", plan.spec.hidden))
+
     def _scores(self, gate: Gate) -> int:
         return self.plan.buffer("scores", gate.router.experts)
 
@@ -227,7 +237,11 @@ def _(layer: ParallelLayer, planner: LayerPlanner) -> None:
     chosen_by = plan.join(scaled, "chosen_by", [plain_matrix(gate.weight)])
     dense = dense._replace(norm=layer.after_dense.weight.data_ptr())
     mixed = planner.experts(gate, chosen_by)._replace(norm=layer.after_experts.weight.data_ptr())
-    plan.pend(dense, mixed, after=layer.after_both, scalar=float(layer.scalar))
+    if layer.input_gate is None:
+        plan.pend(dense, mixed, after=layer.after_both, scalar=float(layer.scalar))
+        return
+    plan.pend(dense, mixed, after=layer.after_both)
+    plan.pend(planner.own_input(layer.input_gate), after=layer.input_gate.norm, scalar=float(layer.scalar))
 
 
 # --- attention ------------------------------------------------------------------------------------------------------

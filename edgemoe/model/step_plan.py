@@ -35,6 +35,7 @@ from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix, Norm
 from edgemoe.model.feed_forward import Mlp
 from edgemoe.model.kv import DTYPES
 from edgemoe.types.encoding import ENCODINGS
+from edgemoe.types.experts import Activation
 
 Record = npt.NDArray[Any]
 
@@ -86,6 +87,8 @@ class StepPlan:
         if spec.feed_forward.latent:
             self.given = torch.zeros(FEW_TOKENS, spec.feed_forward.latent, dtype=DTYPES[spec.dtype])
         self.mixed = torch.zeros(self.given.shape)  # the experts' sum
+        width = 0 if spec.layer_inputs is None else spec.layer_inputs.width
+        self.inputs = torch.zeros(spec.layers, FEW_TOKENS, 2 * width)  # of each layer, behind room for their gate
         self.reads, self.writes = (np.zeros(FEW_TOKENS, np.int64) for _ in range(2))  # slots of states
         self.attention: Record = np.zeros(spec.layers, ATTENTION)
         self.angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -230,13 +233,17 @@ class StepPlan:
 
     def network(self, name: str, mlp: Mlp, out: int) -> None:
         """Adds the second half of a network, whose gate and up, or up alone, lie at `out` [tokens, line]."""
-        line, width = len(mlp.gate_up), mlp.down.columns
-        packed = self.packed(f"{name}.middle", width, [mlp.down])
-        job = self.record(ACTIVATE, x=out, line=line, width=width, packs=packed.packs, pack_count=packed.pack_count)
-        job["activation"] = ACTIVATIONS.index(mlp.activation.kind)
-        job["alpha"], job["limit"] = mlp.activation.alpha, mlp.activation.limit
+        self.activate(name, mlp.activation, mlp.down, out, len(mlp.gate_up))
+
+    def activate(self, name: str, activation: Activation, down: DenseMatrix, x: int, line: int) -> None:
+        """Adds an activation of gate and up, or of up alone, at `x` [tokens, line], and its product with `down`."""
+        width = down.columns
+        packed = self.packed(f"{name}.middle", width, [down])
+        job = self.record(ACTIVATE, x=x, line=line, width=width, packs=packed.packs, pack_count=packed.pack_count)
+        job["activation"] = ACTIVATIONS.index(activation.kind)
+        job["alpha"], job["limit"] = activation.alpha, activation.limit
         self.chunks(activate_token, job)
-        self.multiply([self.part(mlp.down, packed, self.buffer(name, self.spec.hidden))])
+        self.multiply([self.part(down, packed, self.buffer(name, self.spec.hidden))])
 
     def finish(self) -> Record:
         """Returns the STEP record with all stages, and scratch memory."""

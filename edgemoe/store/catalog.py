@@ -289,7 +289,8 @@ def _verified(store: Path, manifest: Manifest, opened: ExpertStore) -> Iterator[
             yield 0, _fault(verify_weights, store, part)
         for entry in part.experts:
             yield padded(entry.bytes), _fault(opened.read_into, layer, entry.expert, room)
-    yield manifest.dense.bytes, _fault(verify_weights, store, manifest.dense)
+    for weights in (manifest.dense, *manifest.tables):
+        yield weights.bytes, _fault(verify_weights, store, weights)
     for copy in manifest.files:
         yield copy.bytes, _fault(verify_copy, store, copy)
 

@@ -18,7 +18,7 @@ from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_tree
 from edgemoe.errors import HubError, StoreError
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import ModelSpec, dense_shapes, row_tables
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.checkpoint import CONFIG, INDEX, MODELOPT, SINGLE, TOKENIZER, Checkpoint, read_config, weight_files
 from edgemoe.store.files import ARRIVING, SPARE_BYTES, lock_store, os_errors_as_store_error
@@ -189,7 +189,8 @@ class _Download:
 def _most_bytes(spec: ModelSpec, encodings: Sequence[str], shards: Sequence[int]) -> int:
     """Returns the most bytes on disk at once: the store, and beside it one shard, or the dense weights again."""
     weights_bytes = sum(shards)
-    dense_bytes = min(weights_bytes, spec.dtype_bytes * sum(prod(shape) for shape in dense_shapes(spec).values()))
+    outside = (dense_shapes(spec) | row_tables(spec)).values()
+    dense_bytes = min(weights_bytes, spec.dtype_bytes * sum(prod(shape) for shape in outside))
     if all(name == KEEP for name in encodings):
         return weights_bytes + max(dense_bytes, *shards)
     sizes = (spec.geometry.hidden, spec.geometry.width)

@@ -31,6 +31,7 @@ BLOCK_BYTES = 4 << 20  # of one read and one digest
 LOCK = ".lock"
 ARRIVING = ".arriving"  # the lock of a process that waits for shards and packs them as they come
 LOCK_WAIT_S = 2.0
+SEAL_BYTES = 8  # of the checksum behind each row of a table
 SPARE_BYTES = 16 << 20  # manifest, directories
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
@@ -76,6 +77,11 @@ def checksum(data: Buffer) -> str:
     whole = BlockChecksum()
     whole.update(data)
     return whole.hexdigest()
+
+
+def row_seal(row: Buffer, number: int) -> int:
+    """Returns the checksum of one row of a table, which differs for equal rows of other numbers."""
+    return int(xxhash.xxh3_64_intdigest(row, seed=number))
 
 
 class PageFile:

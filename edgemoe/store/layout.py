@@ -16,11 +16,12 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, ConfigError, UnsupportedModel
 from edgemoe.families.config import decoder_config, spec_from_config
-from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
+from edgemoe.families.spec import ModelSpec, Shape, dense_shapes, row_tables
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
+from edgemoe.store.files import SEAL_BYTES
 from edgemoe.store.gguf.checkpoint_of_gguf import GgufCheckpoint
 from edgemoe.store.gguf.gguf_tensors import GgufTensors
-from edgemoe.store.manifest import DENSE, Manifest, layer_file
+from edgemoe.store.manifest import DENSE, Manifest, layer_file, rows_file
 from edgemoe.store.pieces import ByteRun, FilePiece, SourceTensors, file_pieces
 from edgemoe.store.quantisation_config import check_method
 from edgemoe.store.sources import SourceRows, SourceTensor
@@ -115,6 +116,7 @@ def _expert_encoding(name: str) -> str:
 STORED_AS = {"float32": "F32", "bfloat16": "BF16"}  # encoding -> safetensors dtype; others are bytes, U8
 MATRICES = (  # dense, to be encoded
     *("_proj.weight", "_proj_with_mqa.weight", "embed_tokens.weight", "lm_head.weight"),
+    "embed_tokens_per_layer.weight",
     *("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
 )
 NO_DIGEST = "0" * 32
@@ -128,6 +130,7 @@ class FilePlan:
     tensors: tuple[tuple[str, str, Shape], ...]
     runs: tuple[ByteRun, ...]
     finite: bool = True  # weights that are not numbers or infinite are refused
+    row_bytes: int = 0  # of each row of a table, which its checksum follows; 0: this is no table
 
     def header(self, digests: Sequence[str]) -> bytes:
         """Returns the safetensors header with the runs' checksums in it: always the same number of whole pages."""
@@ -147,14 +150,18 @@ class FilePlan:
 
     @cached_property
     def bytes(self) -> int:
-        return self.header_bytes + sum(run.bytes + run.padding for run in self.runs)
+        return self.header_bytes + sum(self.stored_bytes(run) + run.padding for run in self.runs)
+
+    def stored_bytes(self, run: ByteRun) -> int:
+        """Returns the bytes of a run in the file, with the checksums of its rows."""
+        return run.bytes + (run.bytes // self.row_bytes * SEAL_BYTES if self.row_bytes else 0)
 
     def offsets(self) -> Iterator[int]:
         """Yields the offset of each run."""
         at = self.header_bytes
         for run in self.runs:
             yield at
-            at += run.bytes + run.padding
+            at += self.stored_bytes(run) + run.padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,12 @@ class StoreLayout:
     layers: tuple[FilePlan, ...]
     rounded: int  # tensors that are float16 and become bfloat16
     unfit: tuple[str, ...]  # tensors that keep their type, because their rows do not fit the wanted encoding
+    tables: tuple[FilePlan, ...] = ()  # of rows that are read one by one
+
+    @property
+    def files(self) -> tuple[FilePlan, ...]:
+        """Returns all weight files, in the order of `Manifest.weights`."""
+        return (self.dense, *self.layers, *self.tables)
 
     @property
     def encodings(self) -> tuple[str, ...]:
@@ -193,6 +206,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
     tensors = _finder(checkpoint, spec)
     dense = {name: tensors.claim(name, shape) for name, shape in dense_shapes(spec).items()}
     layers = [_experts(tensors, layer) for layer in spec.expert_layers]
+    found_tables = {name: tensors.claim(name, shape) for name, shape in row_tables(spec).items()}
     tensors.refuse_leftovers()
     unfit: list[str] = []
     dtype = _dtype(checkpoint, layers, wanted)
@@ -202,8 +216,10 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
         spec = replace(spec, encodings=tuple(chosen))
     dense_file, encoding = _dense_plan(dense, spec, wanted, unfit)
     spec = replace(spec, dense_encoding=encoding)
+    tables = [_table_plan(number, *found, spec, wanted, unfit) for number, found in enumerate(found_tables.items())]
     files = (replace(_layer_plan(layer, number, spec), finite=wanted.finite) for number, layer in enumerate(layers))
-    return StoreLayout(spec, replace(dense_file, finite=wanted.finite), tuple(files), tensors.rounded, tuple(unfit))
+    dense_file = replace(dense_file, finite=wanted.finite)
+    return StoreLayout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit), tuple(tables))
 
 
 def precision(config: Mapping[str, Any]) -> str:
@@ -230,6 +246,19 @@ def tensor_bytes(dtype: str, shape: Shape) -> int:
     for length in shape:
         size *= length
     return size
+
+
+def stored_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
+    """Returns the encoding of a tensor outside the experts in a store of this spec."""
+    encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
+    return encoded if name.endswith(MATRICES) and encoded.fits(columns) else ENCODINGS[spec.dtype]
+
+
+def table_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Returns the bytes of all tables of rows in a store of this spec, and of their largest row."""
+    shapes = row_tables(spec).items()
+    sizes = [(rows, stored_encoding(spec, name, columns).row_bytes(columns)) for name, (rows, columns) in shapes]
+    return sum(rows * (size + SEAL_BYTES) for rows, size in sizes), max((size for _, size in sizes), default=0)
 
 
 Rows = tuple[SourceTensor, SourceRows]
@@ -348,6 +377,19 @@ def _dense_encoding(
         return encoding
     unfit.append(name)
     return usual
+
+
+def _table_plan(
+    number: int, name: str, source: SourceTensor, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
+) -> FilePlan:
+    encoding = _dense_encoding(name, source, spec, wanted, unfit)
+    if encoding.name not in STORED_AS and encoding.name != spec.dense_encoding:
+        raise UnsupportedModel(f"{name} is in {encoding.name}, other dense weights are not; name one: --dense int8")
+    rows, columns = source.shape
+    row_bytes = encoding.row_bytes(columns)
+    run = ByteRun(file_pieces(source, SourceRows(name, source.shape), encoding))
+    entry = (name, "U8", (rows, row_bytes + SEAL_BYTES))
+    return FilePlan(rows_file(number), (entry,), (run,), wanted.finite, row_bytes)
 
 
 def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FilePlan:

@@ -21,7 +21,7 @@ from msgspec import Meta
 from edgemoe.durable import remove_file, remove_tree, replace_file, sync
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import ModelSpec, dense_shapes, row_tables
 from edgemoe.store.files import PageFile, checksum, file_bytes, header_bytes, lock_store, range_checksum
 from edgemoe.types.encoding import BFLOAT16, ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
@@ -45,6 +45,11 @@ PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_le
 def layer_file(layer: int) -> str:
     """Returns the name of the file of one layer's experts."""
     return f"experts/layer_{layer:03d}.safetensors"
+
+
+def rows_file(number: int) -> str:
+    """Returns the name of the file of one table of rows."""
+    return f"rows_{number:03d}.safetensors"
 
 
 class ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -90,6 +95,10 @@ class DenseEntry(FileEntry, frozen=True):
     encoding: EncodingName = ""
 
 
+class RowsEntry(DenseEntry, frozen=True):
+    """The file of a table whose rows are read one by one, each with its checksum behind it."""
+
+
 class CopyEntry(FileEntry, frozen=True):
     """A file copied from the checkpoint: configuration, tokenizer, chat template."""
 
@@ -97,7 +106,7 @@ class CopyEntry(FileEntry, frozen=True):
     xxh3_128: Digest
 
 
-class Manifest(ManifestPart, frozen=True):
+class Manifest(ManifestPart, frozen=True, omit_defaults=True):
     """The content of a store. `digest` names the model's content, `source` the checkpoint that it was packed from.
 
     `config` is the checkpoint's `config.json`; `checksum` covers the manifest itself.
@@ -112,6 +121,7 @@ class Manifest(ManifestPart, frozen=True):
     dense: DenseEntry
     layers: tuple[LayerEntry, ...]
     files: tuple[CopyEntry, ...]
+    tables: tuple[RowsEntry, ...] = ()
     checksum: str = ""
 
     @classmethod
@@ -126,7 +136,10 @@ class Manifest(ManifestPart, frozen=True):
             _check_layer(directory, layer, entry)
         if manifest.dense.file != DENSE:
             raise StoreError(f"{directory / MANIFEST}: dense weights cannot lie in {manifest.dense.file!r}")
-        for part in (manifest.dense, *manifest.files):
+        for number, table in enumerate(manifest.tables):
+            if table.file != rows_file(number):
+                raise StoreError(f"{directory / MANIFEST}: table {number} cannot lie in {table.file!r}")
+        for part in (manifest.dense, *manifest.tables, *manifest.files):
             found = file_bytes(directory / part.file)
             if found != part.bytes:
                 raise StoreError(f"{directory / part.file} has {found} bytes, not {part.bytes}; pack it again")
@@ -193,7 +206,17 @@ class Manifest(ManifestPart, frozen=True):
     @property
     def parts(self) -> tuple[FileEntry, ...]:
         """Returns every file of the store but the manifest."""
-        return (self.dense, *self.layers, *self.files)
+        return (*self.weights, *self.files)
+
+    @property
+    def weights(self) -> tuple[DenseEntry | LayerEntry, ...]:
+        """Returns the weight files."""
+        return (self.dense, *self.layers, *self.tables)
+
+    @property
+    def table_bytes(self) -> int:
+        """Returns the size of the files of tables, which stay on disk."""
+        return sum(table.bytes for table in self.tables)
 
 
 class _Version(msgspec.Struct):
@@ -281,6 +304,8 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     least_bytes = sum(map(math.prod, dense_shapes(spec).values())) * encoding.bits // 8
     if manifest.dense.bytes < least_bytes:
         raise _contradiction(manifest, f"{manifest.dense.bytes} bytes of dense weights", f"{least_bytes} or more")
+    if len(manifest.tables) != len(row_tables(spec)):
+        raise _contradiction(manifest, f"{len(manifest.tables)} tables of rows", str(len(row_tables(spec))))
     return spec
 
 
@@ -296,7 +321,7 @@ READ_BY_NAME = (".json", ".jinja")  # files that are used if they are present, l
 
 
 def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
-    """Compares a weight file's header, and all dense weights, with the manifest. Raises StoreError."""
+    """Compares a weight file's header, and all of it but experts, with the manifest. Raises StoreError."""
     _verify(directory, entry, direct=True)
 
 
@@ -306,6 +331,21 @@ def verify_dense(directory: Path, entry: DenseEntry, report: Callable[[float], N
     Calls `report` with the share done. Raises StoreError.
     """
     _verify(directory, entry, direct=False, report=report)
+
+
+def verify_table(directory: Path, entry: RowsEntry) -> None:
+    """Compares the header of a table's file with the manifest; its rows have checksums of their own.
+
+    Raises StoreError.
+    """
+    path = directory / entry.file
+    try:
+        with PageFile(path, direct=False) as file:
+            intact = range_checksum(file, 0, min(header_bytes(file), entry.bytes)) == entry.header
+    except (OSError, EOFError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not intact:
+        raise _damaged(path)
 
 
 def _verify(

@@ -46,6 +46,7 @@ from edgemoe.store.manifest import (
     ExpertEntry,
     LayerEntry,
     Manifest,
+    RowsEntry,
     clear,
     content_digest,
     finish_clearing,
@@ -165,7 +166,7 @@ class _Packer:
 
     @property
     def _files(self) -> tuple[FilePlan, ...]:
-        return (self._layout.dense, *self._layout.layers)
+        return self._layout.files
 
     def run(self) -> Manifest:
         finished = self._begin()
@@ -266,6 +267,7 @@ class _Packer:
             encoding=layout.spec.dense_encoding,
         )
         encodings = layout.spec.encodings or [""] * len(layout.layers)
+        of_layers, of_tables = digests[1 : 1 + len(layout.layers)], digests[1 + len(layout.layers) :]
         return Manifest(
             version=VERSION,
             name=self._checkpoint.name,
@@ -276,8 +278,9 @@ class _Packer:
             dtype=layout.spec.dtype,
             config=config,
             dense=dense,
-            layers=tuple(map(_layer_entry, layout.layers, digests[1:], encodings)),
+            layers=tuple(map(_layer_entry, layout.layers, of_layers, encodings)),
             files=copies,
+            tables=tuple(map(_table_entry, layout.tables, of_tables)),
         )
 
 
@@ -290,6 +293,11 @@ def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> Layer
     return LayerEntry(file=file.file, bytes=file.bytes, header=header, experts=tuple(entries), encoding=encoding)
 
 
+def _table_entry(file: FilePlan, digests: Sequence[str]) -> RowsEntry:
+    header = checksum(file.header(digests))
+    return RowsEntry(file=file.file, bytes=file.bytes, header=header, xxh3_128=digests[0])
+
+
 def start_over(store: Path) -> None:
     """Deletes files that cannot be shown to come from this checkpoint; only in a directory of ours."""
     if (store / IDENTITY).is_file():
@@ -297,7 +305,7 @@ def start_over(store: Path) -> None:
         raise StoreError(f"{store} holds shards that were packed as they arrived: {how}")
     if (store / MANIFEST).exists() or (store / JOURNAL).exists():
         log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
-        for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+        for file in (store / DENSE, *store.glob("experts/layer_*.safetensors"), *store.glob("rows_*.safetensors")):
             remove_file(file, missing_ok=True)
         return
     ours = re.compile(rf"{LOCK}|{ARRIVING}|{re.escape(JOURNAL)}\..*\.?tmp|lost\+found")

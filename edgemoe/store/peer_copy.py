@@ -242,6 +242,8 @@ def check_manifest(whole: Manifest) -> None:
     name = f"what boxes list of {whole.name}"
     if whole.dense.file != DENSE or any(copied.file not in COPIED_FILES for copied in whole.files):
         raise StoreError(f"{name} has files that no store has")
+    if whole.tables:
+        raise StoreError(f"{whole.name} has tables of rows, which boxes do not hand over; pull it from its source")
     spec = spec_of(whole)
     if len(whole.layers) != spec.geometry.layers:
         raise StoreError(f"{name} has {len(whole.layers)} layers of experts, not {spec.geometry.layers}")

@@ -22,6 +22,7 @@ from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.files import (
     BLOCK_BYTES,
+    SEAL_BYTES,
     BlockChecksum,
     Buffer,
     PageFile,
@@ -29,6 +30,7 @@ from edgemoe.store.files import (
     open_direct,
     page_memory,
     range_checksum,
+    row_seal,
 )
 from edgemoe.store.layout import NO_DIGEST, FilePlan
 from edgemoe.store.pieces import ByteRun, FilePiece
@@ -58,10 +60,12 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
     digests = [BlockChecksum() for _ in plan.runs]
     with _Output(directory / plan.file) as output, CheckpointReader(finite=plan.finite) as source:
         output.write(plan.header([NO_DIGEST] * len(plan.runs)))
-        ends = [start + run.bytes for start, run in zip(plan.offsets(), plan.runs, strict=True)]
+        ends = [start + plan.stored_bytes(run) for start, run in zip(plan.offsets(), plan.runs, strict=True)]
+        sealer = RowSealer(plan.row_bytes) if plan.row_bytes else None
         for index, block in source.read(plan.runs):
-            digests[index].update(block)
-            output.write(block)
+            stored = block if sealer is None else sealer.sealed(block)
+            digests[index].update(stored)
+            output.write(stored)
             if output.position == ends[index]:
                 output.write(bytes(plan.runs[index].padding))
             advance(len(block))
@@ -117,10 +121,31 @@ def intact(store: Path, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | 
         if len(found) != len(file.runs) or file.header(found) != header:
             return None
         for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True):
-            if thorough and range_checksum(opened, offset, run.bytes) != digest:
+            if thorough and range_checksum(opened, offset, file.stored_bytes(run)) != digest:
                 log.warning("%s is damaged and will be written anew", path)
                 return None
     return tuple(found)
+
+
+class RowSealer:
+    """Puts a checksum behind each row of a table whose bytes come in blocks."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self._row_bytes, self._number, self._rest = row_bytes, 0, b""
+
+    def sealed(self, block: Buffer) -> bytes:
+        """Returns the rows that end in this block, sealed; the rest of it waits for the next."""
+        data = self._rest + bytes(block)
+        count = len(data) // self._row_bytes
+        cuts = range(0, count * self._row_bytes, self._row_bytes)
+        rows = (memoryview(data)[at : at + self._row_bytes] for at in cuts)
+        sealed = [
+            part
+            for number, row in enumerate(rows, start=self._number)
+            for part in (row, row_seal(row, number).to_bytes(SEAL_BYTES, "little"))
+        ]
+        self._number, self._rest = self._number + count, data[count * self._row_bytes :]
+        return b"".join(sealed)
 
 
 def copy_file(source: Path, target: Path) -> str:

@@ -37,8 +37,10 @@ from edgemoe.model.dense_weights import decoded_bytes
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
-from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense
+from edgemoe.store.layout import table_sizes
+from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense, verify_table
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.row_table import RowTable, open_row_table
 from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
@@ -82,6 +84,7 @@ class Assembly:
     scrubber: RamScrubber | None = None
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: PredictivePolicy | None = None  # with cache.policy = "lru", or all experts in place
+    table: RowTable | None = None  # of rows; most models have none
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -113,7 +116,11 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         if kernels is not None:
             opened.callback(kernels.close)
         progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
-        decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs)
+        for entry in manifest.tables:
+            verify_table(directory, entry)
+        if (table := open_row_table(spec, directory, budgets.row_cache_bytes)) is not None:
+            opened.callback(table.close)
+        decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs, table)
         report("experts")
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
@@ -135,7 +142,7 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         if recorder is not None:
             opened.callback(recorder.close)
         observers = _observers(controller, recorder, scoutgate, activity, sharing)
-        engine = _engine(settings, budgets, decoder, tiers, _grammars(directory, spec), emit, observers)
+        engine = _engine(settings, budgets, decoder, tiers, table, emit, observers)
         opened.callback(engine.close)
         closing = opened.pop_all()
     info, scrubber = (
@@ -143,7 +150,8 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         _scrubber(geometry, tiers, store, sharing, engine),
     )
     return Assembly(
-        settings, info, budgets, engine, tiers, store, closing.close, activity, sharing, scrubber, scoutgate, controller
+        *(settings, info, budgets, engine, tiers, store, closing.close, activity, sharing, scrubber, scoutgate),
+        *(controller, table),
     )
 
 
@@ -292,17 +300,18 @@ def _engine(
     budgets: Budgets,
     decoder: Decoder,
     tiers: ExpertTiers,
-    grammars: GrammarCompiler | None,
+    table: RowTable | None,
     emit: Emit,
     watchers: StepObservers,
 ) -> Engine:
     spec, blocks, windows = decoder.spec, budgets.kv_blocks, budgets.window_blocks
+    grammars = _grammars(Path(settings.model.path), spec)
     if not blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     cache = KVCache.of(spec, blocks, budgets.state_slots, decoder.device, windows)
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
-        LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
+        LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars, table),
         settings.engine,
         ServingBudget(blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s, windows),
         emit,
@@ -325,6 +334,7 @@ def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
 def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
     """Returns the sizes that budgets depend on; `dense_bytes` is the size of the file of dense weights."""
     experts, layout = spec.geometry, spec.kv_layout
+    table_bytes, row_bytes = table_sizes(spec)
     return ModelNeeds(
         dense_bytes=dense_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
@@ -334,4 +344,6 @@ def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
         decoded_bytes=decoded_bytes(spec),
         window=layout.window,
         window_block_bytes=layout.window_block_bytes,
+        table_bytes=table_bytes,
+        row_bytes=row_bytes,
     )

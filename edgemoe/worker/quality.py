@@ -29,6 +29,7 @@ from edgemoe.store.layout import StoreLayout, WantedEncodings, plan
 from edgemoe.store.manifest import DENSE, Manifest, spec_of
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.row_table import RowTable, open_row_table
 from edgemoe.store.writer import CheckpointReader, write_file
 from edgemoe.types.token_groups import TokenGroups
 
@@ -119,17 +120,21 @@ class TextReader:
 def stored(store: Path, manifest: Manifest) -> Iterator[TextReader]:
     """Opens a store. Raises StoreError."""
     spec = _in_float32(spec_of(manifest))
-    with ExpertStore(store, manifest) as opened:
-        yield TextReader(Decoder.load(spec, store / DENSE), StreamedExperts(spec, opened.read_into))
+    with ExpertStore(store, manifest) as opened, _row_table(spec, store) as table:
+        decoder = Decoder.load(spec, store / DENSE, table=table)
+        yield TextReader(decoder, StreamedExperts(spec, opened.read_into))
 
 
 @contextmanager
 def original(layout: StoreLayout) -> Iterator[TextReader]:
     """Opens a checkpoint; its dense weights go through a temporary file. Raises CheckpointError."""
     spec = _in_float32(layout.spec)
-    with tempfile.TemporaryDirectory() as scratch, CheckpointReader() as reader:
-        write_file(layout.dense, Path(scratch), lambda _: None)
-        decoder = Decoder.load(spec, Path(scratch) / DENSE)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as opened:
+        reader = opened.enter_context(CheckpointReader())
+        for file in (layout.dense, *layout.tables):
+            write_file(file, Path(scratch), lambda _: None)
+        table = opened.enter_context(_row_table(spec, Path(scratch)))
+        decoder = Decoder.load(spec, Path(scratch) / DENSE, table=table)
 
         def read(layer: int, expert: int, into: memoryview) -> None:
             at = 0
@@ -138,6 +143,17 @@ def original(layout: StoreLayout) -> Iterator[TextReader]:
                 at += len(block)
 
         yield TextReader(decoder, StreamedExperts(spec, read))
+
+
+@contextmanager
+def _row_table(spec: ModelSpec, directory: Path) -> Iterator[RowTable | None]:
+    """Opens the table of rows in a folder, if the model has one. Raises StoreError."""
+    table = open_row_table(spec, directory)
+    try:
+        yield table
+    finally:
+        if table is not None:
+            table.close()
 
 
 def _in_float32(spec: ModelSpec) -> ModelSpec:

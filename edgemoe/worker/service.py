@@ -55,6 +55,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
 from edgemoe.worker.disk_prefixes import DiskPrefixes
 from edgemoe.worker.prefix_files import PrefixFiles
+from edgemoe.worker.row_figures import row_metrics
 from edgemoe.worker.snapshot_feed import SnapshotFeed
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ class Worker:
         for part in (assembly.scoutgate, assembly.controller, assembly.scrubber, self._side, self._disk):
             if part is not None:
                 metrics |= part.metrics()
-        return metrics
+        return metrics if assembly.table is None else metrics | row_metrics(assembly.table)
 
 
 def _open_files(assembly: Assembly) -> PrefixFiles:

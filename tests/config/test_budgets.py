@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from edgemoe.config.budgets import LEAST_SLOTS, TYPICAL_TOKENS, ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import LEAST_ROWS, LEAST_SLOTS, TYPICAL_TOKENS, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
@@ -40,6 +40,33 @@ def test_by_default_every_sequence_has_room_for_a_typical_request() -> None:
     needs = dataclasses.replace(NEEDS, kv_bytes_per_token=1 << 14)
     found = resolve_budgets(settings(), HOST, needs)
     assert found.kv_bytes == EngineSettings().max_sequences * TYPICAL_TOKENS * needs.kv_bytes_per_token
+
+
+ROWS = dataclasses.replace(NEEDS, table_bytes=40 * GIB, row_bytes=21 << 10)
+
+
+@pytest.mark.parametrize("machine", [HOST, GPU_HOST])
+@pytest.mark.parametrize(("stated", "expected"), [(0, None), (1 << 20, 1 << 20), (100 * GIB, 40 * GIB)])
+def test_a_table_stays_on_disk_and_few_of_its_rows_take_memory(
+    machine: Machine, stated: int, expected: int | None
+) -> None:
+    if expected and expected > GIB:  # more than the machine has
+        with pytest.raises(CapacityError):
+            resolve_budgets(settings(row_cache_bytes=stated), machine, ROWS)
+        return
+    with_table, without = (
+        resolve_budgets(settings(row_cache_bytes=stated, kv_bytes=GIB), machine, each) for each in (ROWS, NEEDS)
+    )
+    least, most = (expected, expected) if expected else (LEAST_ROWS * ROWS.row_bytes, machine.ram_available_bytes // 60)
+    assert least <= with_table.row_cache_bytes <= most
+    assert with_table.ram_bytes <= without.ram_bytes
+    assert "(40.0 GiB stay on disk)" in with_table.lines()[0]
+    assert (without.row_cache_bytes, "disk" in without.lines()[0]) == (0, False)
+
+
+def test_a_small_table_takes_no_more_memory_than_it_has() -> None:
+    small = dataclasses.replace(ROWS, table_bytes=1 << 20)
+    assert resolve_budgets(settings(), HOST, small).row_cache_bytes == 1 << 20
 
 
 STATE = 60 << 20

@@ -13,7 +13,7 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.mechanisms import root_of_hidden
 from edgemoe.families.read import FULL, SLIDING
-from edgemoe.families.spec import dense_shapes
+from edgemoe.families.spec import LayerInputs, dense_shapes, row_tables
 from edgemoe.store.layout import precision
 from edgemoe.store.pieces import expert_recipes
 from edgemoe.types.experts import Activation
@@ -146,7 +146,6 @@ def test_gemma_is_read_the_same_as_transformers_5_writes_it() -> None:
     ("key", "value"),
     [
         ("enable_moe_block", False),
-        ("hidden_size_per_layer_input", 256),
         ("num_kv_shared_layers", 4),
         ("use_bidirectional_attention", "all"),
         ("hidden_activation", "relu"),
@@ -169,11 +168,25 @@ def test_other_gemmas_are_refused_by_their_features(key: str, value: Any) -> Non
         ("per_layer_config", {"5": 512}),
         ("per_layer_config", {"5": {"head_dim": -1}}),
         ("global_head_dim", 0),
+        ("hidden_size_per_layer_input", -1),
+        ("hidden_size_per_layer_input", 1 << 20),
+        ("hidden_size_per_layer_input", "256"),
     ],
 )
 def test_nonsense_of_gemma_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match="head_dim" if value == {"5": {"head_dim": -1}} else key):
         spec_from_config(_gemma(**{key: value}))
+
+
+def test_per_layer_embeddings_of_gemma_are_a_table_of_rows() -> None:
+    spec = spec_from_config(_gemma(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144))
+    assert spec.layer_inputs == LayerInputs(262144, 256, 16.0)
+    assert row_tables(spec) == {"model.embed_tokens_per_layer.weight": (262144, spec.layers * 256)}
+    assert "model.embed_tokens_per_layer.weight" not in dense_shapes(spec)
+    assert row_tables(spec_from_config(_gemma())) == {}
+    for tokens in (None, 0, spec.vocab - 1, 1 << 25):
+        with pytest.raises(CheckpointError, match="vocab_size_per_layer_input"):
+            spec_from_config(_gemma(hidden_size_per_layer_input=256, vocab_size_per_layer_input=tokens))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

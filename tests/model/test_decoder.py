@@ -52,6 +52,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0, "layer_types": ["full_attention"] * 3}),
     ("gemma4_text", {}),
+    ("gemma4_text", {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 310}),
     ("gemma4_text", {"attention_k_eq_v": False, "final_logit_softcapping": None, "rope_parameters": GEMMA_ROPES}),
 ]
 ROPES: list[dict[str, Any]] = [

@@ -168,6 +168,7 @@ class Model(NamedTuple):
     experts: Any
     spec: ModelSpec
     cache: Callable[[int], Any]  # makes a KV cache with a number of blocks
+    table: Any = None  # of rows
 
 
 def plain_model() -> Model:
@@ -207,7 +208,7 @@ class Drive:
         in_windows = cache.windows.blocks if cache.windows is not None and not keep_all else 0
         slots = 0 if cache.states is None else len(cache.states.data)
         self.engine = Engine(
-            LoadedModel(model.spec, model.decoder, model.experts, cache, torch.device("cpu"), grammars),
+            LoadedModel(model.spec, model.decoder, model.experts, cache, torch.device("cpu"), grammars, model.table),
             EngineSettings(**chosen),
             ServingBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s, in_windows),
             self.emitted.extend,

@@ -18,6 +18,7 @@ from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import AS_IT_IS, pack
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.row_table import CACHE_BYTES, open_row_table
 from edgemoe.types.experts import Tier, padded
 from support.engine_kit import Drive, Model, prompt
 from support.tiers_kit import running
@@ -35,6 +36,7 @@ def family_model(
     kv_int8: bool = False,
     wanted: WantedEncodings = AS_IT_IS,
     fill: bool = False,
+    row_cache_bytes: int = CACHE_BYTES,
 ) -> Iterator[Model]:
     """Packs a checkpoint into `directory` and opens it with `slots` experts in memory; with `fill`, before they are
     needed.
@@ -46,8 +48,11 @@ def family_model(
     with ExpertStore(directory, manifest) as store:
         tiers = ExpertTiers(spec.geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, kernels)
         with running(tiers, fill=fill):
-            decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
-            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec.kv_layout))
+            table = open_row_table(spec, directory, row_cache_bytes)
+            decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels, table=table)
+            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec.kv_layout), table)
+            if table is not None:
+                table.close()
 
 
 def drive_all(model: Model, lengths: Sequence[int], tokens: int, **settings: Any) -> list[list[int]]:

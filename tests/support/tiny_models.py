@@ -17,6 +17,7 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
+from edgemoe.store.row_table import open_row_table
 from edgemoe.types.experts import SILU, Activation
 from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
 from edgemoe.types.windows import first_kept
@@ -460,7 +461,8 @@ class Tiny:
 def load_tiny(model: Any, checkpoint: Path, store: Path, kernels: dict[bool, Kernels] | None) -> Tiny:
     """Packs a checkpoint and loads it."""
     spec = spec_of(pack(checkpoint, store))
-    decoder = Decoder.load(spec, store / DENSE, kernels=kernels and kernels[spec.dtype == "bfloat16"])
+    table = open_row_table(spec, store, cache_bytes=1)
+    decoder = Decoder.load(spec, store / DENSE, kernels=kernels and kernels[spec.dtype == "bfloat16"], table=table)
     return Tiny(model, spec, decoder, ResidentExperts(store, spec.feed_forward.activation), store)
 
 

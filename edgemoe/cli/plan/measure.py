@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.cli.plan.speed import ModelVariant, dense_encoding, dense_size, layer_bytes, measured_layers
+from edgemoe.cli.plan.speed import ModelVariant, dense_size, layer_bytes, measured_layers
 from edgemoe.config.sizes import format_size
 from edgemoe.encodings.codec import pack
 from edgemoe.engine.driver import SequenceDriver
@@ -26,7 +26,7 @@ from edgemoe.errors import CapacityError, StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.spec import ModelSpec, dense_shapes, row_tables
 from edgemoe.jit.intrinsics import i64_at, record
 from edgemoe.jit.object_cache import chunk
 from edgemoe.jit.thread_pool import ThreadPool
@@ -34,8 +34,9 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES
 from edgemoe.policy.cache_ranks import LRU
+from edgemoe.store.layout import stored_encoding
 from edgemoe.telemetry import probes
-from edgemoe.types.arrays import fields
+from edgemoe.types.arrays import IntArray, fields
 from edgemoe.types.encoding import Encoding, pair_of
 from edgemoe.types.experts import ExpertReader, LivePolicy, Tier
 from edgemoe.types.step import BLOCK_TOKENS, StepRouting
@@ -133,14 +134,30 @@ def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
         rows = shape[0] if "mlp.gate." in name or not shape[1:] else min(shape[0], OWN_ROWS)
         some = (rows, *shape[1:])
         values = torch.ones(some) if "norm" in name else torch.randn(some, generator=random) * STD
-        encoding = dense_encoding(spec, name, shape[-1])
+        encoding = stored_encoding(spec, name, shape[-1])
         is_plain = encoding.name == spec.dtype
         made = values.to(dtype) if is_plain else torch.from_numpy(pack(values.numpy(), encoding))
         tensors[name] = made.repeat(-(-shape[0] // rows), *[1] * (made.dim() - 1))[: shape[0]].contiguous()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "dense.safetensors"
         save_file(tensors, path)
-        return Decoder.load(spec, path, kernels=kernels)
+        tables = [RandomRows(shape, stored_encoding(spec, name, shape[1])) for name, shape in row_tables(spec).items()]
+        return Decoder.load(spec, path, kernels=kernels, table=tables[0] if tables else None)
+
+
+class RandomRows:
+    """A table of random rows, all in memory."""
+
+    def __init__(self, shape: tuple[int, int], encoding: Encoding) -> None:
+        self._rows = _repeated(np.random.default_rng(0), shape, encoding)
+        self.row_bytes = self._rows.shape[1]
+
+    def begin_reads(self, numbers: IntArray) -> None:
+        """Ignores the rows: all are in memory."""
+
+    def take_rows(self, numbers: IntArray) -> npt.NDArray[np.uint8]:
+        """Returns the rows of these numbers, [n, row_bytes]."""
+        return self._rows[numbers]
 
 
 def dense_bytes(spec: ModelSpec) -> int:
@@ -148,7 +165,7 @@ def dense_bytes(spec: ModelSpec) -> int:
     total = 0
     for name, (*rows, columns) in dense_shapes(spec).items():
         if "embed_tokens" not in name or spec.block.tied:
-            total += int(np.prod(rows)) * dense_encoding(spec, name, columns).row_bytes(columns)
+            total += int(np.prod(rows)) * stored_encoding(spec, name, columns).row_bytes(columns)
     return total
 
 
@@ -358,6 +375,7 @@ def miniature(spec: ModelSpec) -> ModelSpec:
         spec,
         attention=spec.attention[-layers:],
         vocab=min(spec.vocab, VOCAB),
+        layer_inputs=spec.layer_inputs and replace(spec.layer_inputs, tokens=VOCAB),
         router=replace(router, experts=-(-experts // router.groups) * router.groups),
         feed_forward=replace(spec.feed_forward, dense_layers=dense, bare_layers=bare),
         encodings=spec.encodings[-with_experts:],

@@ -72,6 +72,8 @@ class SpeedForecast:
     in_vram: float = 0.0
     in_ram: float = 0.0
     on_disk: float = 0.0  # that are in no memory of any box
+    table_bytes: int = 0  # of tables that stay on disk
+    row_cache_bytes: int = 0  # for rows of them in RAM
     context_tokens: int = 0  # the longest sequence that fits
     tokens_per_s: float = 0.0  # of one sequence
     batch_tokens_per_s: float = 0.0  # of all sequences together
@@ -107,6 +109,8 @@ class Planner:
             in_ram=places.ram,
             on_disk=1.0 - below,
             context_tokens=budgets.context_tokens,
+            table_bytes=budgets.table_bytes,
+            row_cache_bytes=budgets.row_cache_bytes,
         )
         return self._timed(found, variant, times, places)
 
@@ -375,11 +379,21 @@ def _picture(
         f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores {disk}, "
         f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
+        *_rows_lines(forecasts),
         *([compared(question, forecasts[0], alone)] if alone is not None else []),
         *([f"--experts auto takes {chosen.told(question.curve)}."] if chosen is not None else []),
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
     ]
     return Group(table, "\n".join(lines))
+
+
+def _rows_lines(forecasts: Sequence[SpeedForecast]) -> list[str]:
+    """Returns a line on the tables that stay on disk, if the model has some."""
+    for each in forecasts:
+        if each.table_bytes:
+            on_disk, in_ram = format_size(each.table_bytes), format_size(each.row_cache_bytes)
+            return [f"Tables of {on_disk} ({each.encoding}) stay on disk, with {in_ram} of RAM for rows of them."]
+    return []
 
 
 def compared(question: PlanOptions, together: SpeedForecast, alone: SpeedForecast) -> str:

@@ -17,9 +17,9 @@ from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve, spec_at
 from edgemoe.store.checkpoint import CONFIG
-from edgemoe.store.layout import KEEP, MATRICES, WantedEncodings
+from edgemoe.store.layout import KEEP, WantedEncodings, stored_encoding, table_sizes
 from edgemoe.store.manifest import Manifest, spec_of
-from edgemoe.types.encoding import AFFINE, ENCODINGS, Encoding, pair_of
+from edgemoe.types.encoding import AFFINE, pair_of
 
 # Encodings of experts and dense weights that a checkpoint can be packed in: few, for each has kernels of its own.
 PACKINGS = (("int8", KEEP), ("q6_k", KEEP), ("q4_k", KEEP), ("int4", KEEP), ("int4", "int8"))
@@ -42,6 +42,11 @@ class ModelVariant:
         """Returns the size of the file of dense weights, to about a page."""
         shapes = dense_shapes(self.spec)
         return sum(dense_size(self.spec, name, shape) + HEADER_BYTES for name, shape in shapes.items())
+
+    @property
+    def table_bytes(self) -> int:
+        """Returns the size of the tables that stay on disk, to about a page."""
+        return table_sizes(self.spec)[0]
 
     @property
     def expert_bits(self) -> float:
@@ -106,7 +111,7 @@ def find_model(name: str, store_dir: Path) -> PlannedModel:
 def dense_size(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     """Returns the bytes of one dense tensor as it is stored."""
     *rows, columns = shape
-    size = dense_encoding(spec, name, columns).row_bytes(columns)
+    size = stored_encoding(spec, name, columns).row_bytes(columns)
     for count in rows:
         size *= count
     return size
@@ -116,12 +121,6 @@ def layer_bytes(spec: ModelSpec, layer: int) -> int:
     """Returns the bytes of a layer's dense tensors as they are stored."""
     shapes = dense_shapes(spec).items()
     return sum(dense_size(spec, name, shape) for name, shape in shapes if f".layers.{layer}." in name)
-
-
-def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
-    """Returns the encoding of a stored dense tensor."""
-    encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
-    return encoded if name.endswith(MATRICES) and encoded.fits(columns) else ENCODINGS[spec.dtype]
 
 
 def _label(spec: ModelSpec) -> str:
