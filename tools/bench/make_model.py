@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ExpertNames, ModelSpec, dense_shapes
+from edgemoe.families.spec import ExpertNames, ModelSpec, dense_shapes, row_tables
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30
@@ -101,7 +101,7 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def tensors(spec: ModelSpec, layout: str) -> Tensors:
     """Returns name and shape of every tensor, layer by layer."""
-    result = list(dense_shapes(spec).items())
+    result = list((dense_shapes(spec) | row_tables(spec)).items())
     for layer in spec.expert_layers:
         result += _experts(spec, spec.names.experts(layer), layout)
     return result
@@ -174,22 +174,29 @@ def main() -> None:
     args = arguments()
     config = make_config(args)
     spec = spec_from_config(config)
-    args.out.mkdir(parents=True)
-    groups = list(shards(spec, tensors(spec, args.layout)))
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    write_index(args.out, spec, dict(zip(names, groups, strict=True)))
-    (args.out / "config.json").write_text(json.dumps(config, indent=2))
+    groups = begin_checkpoint(args.out, spec, config, args.layout)
     for file in TOKENIZER_FILES if args.tokenizer_from else ():
         if (args.tokenizer_from / file).exists():
             shutil.copy(args.tokenizer_from / file, args.out / file)
     if args.tokenizer_from:
         fill_up(args.out / "tokenizer.json", args.vocab)
     random = np.random.default_rng(args.seed)
-    for name, group in zip(names, groups, strict=True):
+    for name, group in groups.items():
         while args.most_shards and len(list(args.out.glob("*.safetensors"))) >= args.most_shards:
             time.sleep(WAIT_S)
         write_shard(args.out / name, spec, group, args.std, random)
         print(name, flush=True)
+
+
+def begin_checkpoint(directory: Path, spec: ModelSpec, config: dict[str, Any], layout: str) -> dict[str, Tensors]:
+    """Writes all but the shards of a new checkpoint. Returns the tensors of each of these."""
+    directory.mkdir(parents=True)
+    groups = list(shards(spec, tensors(spec, layout)))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    found = dict(zip(names, groups, strict=True))
+    write_index(directory, spec, found)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    return found
 
 
 def write_index(directory: Path, spec: ModelSpec, groups: dict[str, Tensors]) -> None:
