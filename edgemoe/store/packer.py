@@ -7,7 +7,9 @@ killed. Packing a finished store again verifies it and rewrites only its damaged
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import os
 import re
 import time
@@ -19,6 +21,7 @@ import numpy as np
 
 from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_file, replace_file
+from edgemoe.encodings.bfloat import from_bf16
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
@@ -51,14 +54,16 @@ from edgemoe.store.manifest import (
     content_digest,
     finish_clearing,
 )
+from edgemoe.store.pieces import TensorCopy
 from edgemoe.store.sources import EncodedRows
-from edgemoe.store.writer import CheckpointReader, check_scales, copy_file, intact, write_file
+from edgemoe.store.writer import CheckpointReader, check_scales, copy_file, intact, to_bfloat16, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 AS_IT_IS = WantedEncodings()
 IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that shards are packed for as they arrive
 STALLED_S = 600.0  # without anything written by the process that packs
 WAIT_S = 0.2  # between looks whether another process is done
+SAMPLED, SAMPLE_BYTES = 64, 1 << 20  # tensors, and bytes of each, of which a loss is computed
 log = logging.getLogger(__name__)
 
 
@@ -171,7 +176,8 @@ class _Packer:
     def run(self) -> Manifest:
         finished = self._begin()
         if self._layout.rounded:
-            log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
+            line = "%d float16 tensors are rounded to bfloat16; the RMS error is %.2g %% of the weights"
+            log.warning(line, self._layout.rounded, 100 * rounding_loss(self._files))
         for name in self._layout.unfit:
             log.warning("%s cannot be encoded so, for its rows are no multiples of 32; it keeps its type", name)
         for line in reencoding_losses(self._layout.layers):
@@ -330,6 +336,24 @@ def reencoding_losses(layers: Sequence[FilePlan]) -> Iterator[str]:
             size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))
             share = float(np.sqrt(np.square(off, dtype=np.float64).mean())) / size if size else 0.0
             yield f"experts in {kind} are re-encoded in {encoding}; the RMS error is {100 * share:.2g} % of the weights"
+
+
+def rounding_loss(files: Sequence[FilePlan]) -> float:
+    """Returns the root mean square error of float16 weights that become bfloat16, over that of the weights themselves.
+
+    Reads the first bytes of some tensors.
+    """
+    pieces = (piece for file in files for run in file.runs for piece in run.pieces)
+    copied = (each for each in pieces if isinstance(each, TensorCopy) and each.tensor.dtype == "F16")
+    off = size = 0.0
+    with CheckpointReader() as reader:
+        for piece in itertools.islice(copied, SAMPLED):
+            if piece.tensor.file.is_file():  # else its shard arrived, and is gone
+                halves = reader.stretch(piece.tensor, piece.offset, min(piece.bytes, SAMPLE_BYTES)).view(np.float16)
+                wanted = halves.astype(np.float64)
+                off += float(np.square(from_bf16(to_bfloat16(halves)) - wanted).sum())
+                size += float(np.square(wanted).sum())
+    return math.sqrt(off / size) if size else 0.0
 
 
 def _is_here(piece: EncodedRows) -> bool:

@@ -128,7 +128,9 @@ def test_float16_is_rounded_to_bfloat16_as_torch_rounds_it(
     source = checkpoint(dtype=torch.float16)
     with caplog.at_level(logging.WARNING):
         manifest = pack(source, tmp_path)
-    assert "rounded to bfloat16" in caplog.text
+    said = re.search(r"rounded to bfloat16; the RMS error is (\S+) % of the weights", caplog.text)
+    assert said is not None
+    assert 0.1 < float(said[1]) < 0.2, "half a unit in the last of 8 bits, over the root of 3 and a mean of mantissas"
     assert manifest.spec_config["dtype"] == "bfloat16"
     theirs = load_torch(source / "model.safetensors")
     dense = load_torch(tmp_path / "dense.safetensors")
