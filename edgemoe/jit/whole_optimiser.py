@@ -34,6 +34,10 @@ class _Library(_codegen.JITCodeLibrary):  # type: ignore[misc]
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._finalized = True
 
+    def _get_module_for_linking(self) -> Any:
+        """Returns its LLVM code, for the libraries that call it."""
+        return super()._get_module_for_linking()
+
     def get_pointer_to_function(self, name: str) -> int:
         """Returns 0: there is no machine code, and `object_cache.link` gives addresses.
 
@@ -59,14 +63,13 @@ def unoptimised() -> Iterator[None]:
     """Has Numba write LLVM code alone, without optimising it, for functions that are compiled in this context."""
     context = cpu_target.target_context
     with _lock:
-        usual = context._internal_codegen
-        plain = copy.copy(usual)  # shares the usual one's engine and description of the machine
+        plain = copy.copy(context.codegen())  # shares the usual one's engine and description of the machine
         plain.__class__ = _Codegen
-        context._internal_codegen = plain
+        context.codegen = lambda: plain
         try:
             yield
         finally:
-            context._internal_codegen = usual
+            del context.codegen
 
 
 def machine_code(modules: Collection[Any], symbols: Collection[str], target: CompileTarget) -> bytes:
