@@ -21,7 +21,8 @@ from edgemoe.errors import InvalidRequest
 from edgemoe.helper.turns import FairTurns
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial
 
-CACHED = 64  # compiled grammars kept; apps send the same schema again and again
+# Compiled grammars that are kept for the next request: apps send the same schema again and again.
+CACHED, CACHED_BYTES = 64, 96 << 20
 THREADS, EACH = 2, 1  # that compile, and of one principal's
 MASKS_S, MASK_S = 1.0, 0.02  # processor time for the masks of one request: a fixed part, and a part for each token
 BUDGET_BYTES = 512 << 20  # of all compiled grammars, grammars of running requests included
@@ -172,10 +173,13 @@ class GrammarCompiler:
         with self._lock:
             self._kept[job.grammar] = compiled
             self._all.add(compiled)
-            while len(self._kept) > CACHED:
+            while len(self._kept) > CACHED or (len(self._kept) > 1 and self._kept_bytes() > CACHED_BYTES):
                 self._kept.popitem(last=False)
         self._on_growth(compiled)
         return compiled
+
+    def _kept_bytes(self) -> int:
+        return sum(one.bytes for one in self._kept.values())
 
     def _compile(self, grammar: str) -> LLMatcher:
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))

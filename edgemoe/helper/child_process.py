@@ -25,6 +25,7 @@ from edgemoe.types.bounds import Count
 
 MAX_FRAME_BYTES = 64 << 20
 LENGTH_BYTES = 4
+STDERR = 2
 
 
 class NumberedMessage(msgspec.Struct, frozen=True):
@@ -157,6 +158,12 @@ async def _exchange(process: asyncio.subprocess.Process, question: bytes) -> byt
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    if process.stdout.at_eof():  # it ends by itself; a signal would ask for its status before asyncio does
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+                return
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
@@ -243,9 +250,12 @@ def serve(
 
     Between a question and its answer nothing else comes. An answer may take `cpu_s` of processors, and
     `cpu_s_per_byte` for each byte of its question; the kernel ends a process that takes more. 0 is no bound. An answer
-    that needs more than `memory` raises MemoryError, or ends the process.
+    that needs more than `memory` raises MemoryError, or ends the process. Its standard error is dropped, because
+    questions could fill a log by it.
     """
     most_bytes = address_bytes() + memory.most_bytes if memory else 0
+    if memory:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
     while select.select([asked], [], [], IDLE_S)[0]:
         length = asked.read(LENGTH_BYTES)
         if len(length) < LENGTH_BYTES:

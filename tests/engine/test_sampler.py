@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
@@ -345,6 +346,26 @@ def test_masks_that_take_too_long_end_their_request_and_no_other(monkeypatch: py
     for _ in range(80):
         quick.fill(mask)
         quick.accept(first(mask))
+    grammars.close()
+
+
+def test_grammars_that_nobody_follows_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgemoe.engine.grammar.CACHED_BYTES", 10 << 20)
+    grammars = GrammarCompiler(byte_tokenizer()[1])
+
+    def matcher(n: int, megabytes: int) -> GrammarMatcher:
+        grammar = str(LLMatcher.grammar_from_regex(f"[a-z]{{{n}}}"))
+        return grammars.matcher(grammar, [], GrammarTrial(digest_of(grammar), 0.1, megabytes << 20)).result()
+
+    for n in range(1, 20):
+        matcher(n, 3)
+        assert grammars.bytes <= 10 << 20
+    running = [matcher(n, 8) for n in range(20, 25)]
+    assert grammars.bytes >= 40 << 20, "those of running requests stay"
+    del running
+    gc.collect()
+    matcher(30, 40)  # the newest is kept, however large
+    assert grammars.bytes == 40 << 20
     grammars.close()
 
 

@@ -57,6 +57,19 @@ async def test_a_job_beyond_its_bounds_ends_its_process_only(name: str) -> None:
     assert pool.pids == []
 
 
+@pytest.mark.parametrize("code", [*ENDLESS.values(), "__import__('os').write(2, b'loud') and 1 / 0"])
+async def test_nothing_that_a_question_causes_is_logged(
+    code: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = HelperPool([sys.executable, "-c", CHILD], 60.0)
+    for _ in range(3):
+        with pytest.raises(HelperFailed):
+            await pool.ask(Question(0, code), Answer)
+    await pool.close()
+    assert capfd.readouterr().err == ""
+    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
 TAKEN = """(lambda held: [held.append(bytes(1 << 20)) for _ in range(400)] and len(held))([])"""
 PADDING = " " * (4 << 20)  # of a question that may take 64 MiB more
 
