@@ -63,7 +63,11 @@ def unoptimised() -> Iterator[None]:
     """Has Numba write LLVM code alone, without optimising it, for functions that are compiled in this context."""
     context = cpu_target.target_context
     with _lock:
-        plain = copy.copy(context.codegen())  # shares the usual one's engine and description of the machine
+        usual = context.codegen()
+        if isinstance(usual, _Codegen):  # one function's address is taken while another is compiled
+            yield
+            return
+        plain = copy.copy(usual)  # shares the usual one's engine and description of the machine
         plain.__class__ = _Codegen
         context.codegen = lambda: plain
         try:
