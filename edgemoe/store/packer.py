@@ -350,6 +350,7 @@ def rounding_loss(files: Sequence[FilePlan]) -> float:
         for piece in itertools.islice(copied, SAMPLED):
             if piece.tensor.file.is_file():  # else its shard arrived, and is gone
                 halves = reader.stretch(piece.tensor, piece.offset, min(piece.bytes, SAMPLE_BYTES)).view(np.float16)
+                halves = halves[np.isfinite(halves)]  # others are refused later, or wanted
                 wanted = halves.astype(np.float64)
                 off += float(np.square(from_bf16(to_bfloat16(halves)) - wanted).sum())
                 size += float(np.square(wanted).sum())
