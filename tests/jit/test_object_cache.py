@@ -166,6 +166,28 @@ def test_python_cannot_be_given_a_function_that_kernels_compiled_first() -> None
         calling.call(0)
 
 
+def test_code_is_compiled_while_code_that_takes_its_address_is() -> None:
+    @chunk
+    def called(job: int, _: int) -> None:
+        i64_at(job)[0] = 42
+
+    address = address_of(called)
+
+    @jit
+    def after(job: int) -> None:
+        i64_at(job)[1] = 43
+
+    @code(INT)
+    def calling(job: int) -> None:
+        call_chunk(address(), job, 0)
+        after(job)
+
+    link((calling, called), None)
+    found = np.zeros(2, np.int64)
+    calling.call(found.ctypes.data)
+    assert found.tolist() == [42, 43]
+
+
 def test_functions_for_python_are_compiled_as_usual_after_kernels() -> None:
     link(make(), None)
 
