@@ -28,12 +28,12 @@ class Client:
 
 
 CLIENTS = (
-    Client("openai", ("openai==3.54.0",), "openai_python.py"),
+    Client("openai", ("openai==3.57.0",), "openai_python.py"),
     Client("openai-2", ("openai==2.54.0",), "openai_python.py"),
-    Client("openai-npm", ("openai@7.57.0", "zod@4.6.7"), "openai_npm.cjs"),
-    Client("anthropic", ("anthropic==2.12.0",), "anthropic_python.py"),
-    Client("litellm", ("litellm==1.106.0", "mcp==2.3.0"), "litellm_python.py"),
-    Client("langchain-openai", ("langchain-openai==1.7.3",), "langchain.py"),
+    Client("openai-npm", ("openai@7.59.0", "zod@4.6.7"), "openai_npm.cjs"),
+    Client("anthropic", ("anthropic==2.14.0",), "anthropic_python.py"),
+    Client("litellm", ("litellm==1.110.2", "mcp==2.3.0"), "litellm_python.py"),
+    Client("langchain-openai", ("langchain-openai==1.7.4",), "langchain.py"),
     Client("ollama", ("ollama==0.6.3",), "ollama_python.py"),
     Client("ollama-npm", ("ollama@0.6.4",), "ollama_npm.cjs"),
     Client("langchain-ollama", ("langchain-ollama==1.1.0",), "langchain_ollama_python.py"),
