@@ -44,6 +44,28 @@ ATTACKS = {
     "sixteen million letters": "{{ 'a' * 17000000 }}",
     "lipsum": "{{ lipsum(n=100000) }}",
     "a cycler": "{{ cycler(*range(9)) }}",
+    "macros that call each other": "{% macro a(n) %}{{ b(n) }}{{ b(n) }}{% endmacro %}"
+    "{% macro b(n) %}{% if n < 60 %}{{ a(n + 1) }}{% endif %}{% endmacro %}{{ a(0) }}",
+    "a caller": "{% macro twice() %}{{ caller() }}{{ caller() }}{% endmacro %}{% set at = namespace(text='a' * 999) %}"
+    "{% for i in range(40) %}{% set at.text %}{% call twice() %}{{ at.text }}{% endcall %}{% endset %}{% endfor %}",
+    "batches": "{% set n = 9 ** 9 %}{{ [1] | batch(n, 'x') | list | length }}",
+    "slices": "{% set n = 9 ** 9 %}{{ [1] | slice(n, 'x') | list | length }}",
+    "indenting": "{% set text = '\\n' * 99999 %}{{ text | indent(99999, blank=true) | length }}",
+    "wrapping words": "{% set text = 'ab ' * 999999 %}{{ text | wordwrap(1, true, 'x' * 9999) | length }}",
+    "nested JSON": "{% set at = namespace(all=[1]) %}{% for i in range(60) %}{% set at.all = [at.all, at.all] %}"
+    "{% endfor %}{{ at.all | tojson | length }}",
+    "unique among all": "{% set all = range(99999) | list * 999 %}{{ all | unique | list | length }}",
+    "groups of groups": "{% set all = range(99999) | list * 99 %}"
+    "{{ all | map('string') | groupby('x') | list | length }}",
+    "sorting": "{% set all = range(99999) | list * 99 %}{{ all | map('string') | sort | list | length }}",
+    "a sum of lists": "{% set at = namespace(all=[]) %}{% for i in range(99999) %}{% set at.all = at.all + [[i]] %}"
+    "{% endfor %}{{ at.all | sum(start=[]) | length }}",
+    "a recursive loop": "{% set at = namespace(all=[1]) %}{% for i in range(60) %}{% set at.all = [at.all, at.all] %}"
+    "{% endfor %}{% for one in at.all recursive %}{{ loop(one) if one is iterable else '' }}{% endfor %}",
+    "joining": "{% set n = 99999 %}{{ (['a' * 9999] * n) | join('b' * 9999) | length }}",
+    "formats": "{% set n = 9 ** 9 %}{{ '{:>{}}'.format('a', n) | length }}",
+    "repeats by addition": "{% set at = namespace(text='a') %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set at.text = at.text ~ 'aaaaaaaa' %}{% endfor %}{% endfor %}",
 }
 
 
