@@ -26,6 +26,8 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 64 << 20
 TOKENIZER = "tokenizer.json"
 LFS_POINTER = b"version https://git-lfs.github.com/"
+WEB_PAGE = (b"<!doctype html", b"<html")
+START_BYTES = 64  # by which such a file is told
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
 COPIED_FILES = (
@@ -134,8 +136,7 @@ def read_json(path: Path) -> Json:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large")
         written = path.read_bytes()
-        if written.startswith(LFS_POINTER):
-            raise CheckpointError(f"{path} is a Git LFS pointer, not the file; fetch the files with `git lfs pull`")
+        _refuse_substitute(path, written)
         found = json.loads(written, object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a model's directory?") from error
@@ -144,6 +145,14 @@ def read_json(path: Path) -> Json:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(found).__name__}")
     return found
+
+
+def _refuse_substitute(path: Path, start: bytes) -> None:
+    """Raises CheckpointError for a Git LFS pointer or a web page in place of a file."""
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file; fetch the files with `git lfs pull`")
+    if start[:START_BYTES].lstrip().lower().startswith(WEB_PAGE):
+        raise CheckpointError(f"{path} is a web page, not the file; fetch it again, with a token if it asks for one")
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
@@ -160,6 +169,8 @@ def header_of(path: Path) -> tuple[bytes, int]:
             prefix = file.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+                file.seek(0)
+                _refuse_substitute(path, file.read(START_BYTES))
                 cut = len(prefix) < 8 or 2 <= header_bytes <= MAX_HEADER_BYTES
                 kind = ShardCutShort if cut else CheckpointError
                 raise kind(f"{path} is no safetensors file, or cut short ({size} bytes)")

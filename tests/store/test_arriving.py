@@ -164,7 +164,7 @@ def test_files_that_do_not_match_the_index_are_refused_by_name(whole: Path, tmp_
     fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
     fetching.fetch(fetching.shards[0])
     (fetching.directory / fetching.shards[1]).write_bytes(b"<html>" * 100)
-    with pytest.raises(CheckpointError, match=rf"{fetching.shards[1]} is no safetensors file"):
+    with pytest.raises(CheckpointError, match=rf"{fetching.shards[1]} is a web page"):
         pack_arrived(fetching.directory, store, delete=True)
     shutil.copy2(whole / fetching.shards[2], fetching.directory / fetching.shards[1])
     with pytest.raises(CheckpointError, match=f"is in {fetching.shards[1]}; it is not there"):

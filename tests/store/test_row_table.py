@@ -165,7 +165,7 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut in its header": (lambda raw: raw[:60], "cut short"),
     "empty": (lambda raw: b"", "no safetensors file"),
     "doubled": (lambda raw: raw + raw, "belong to no tensor"),
-    "a page of HTML": (lambda raw: b"<!DOCTYPE html><html></html>", "no safetensors file"),
+    "a page of HTML": (lambda raw: b"<!DOCTYPE html><html></html>", "is a web page"),
     "a header of 2^63 bytes": (lambda raw: (1 << 63).to_bytes(8, "little") + raw[8:], "no safetensors file"),
     "a table of another name": (lambda raw: raw.replace(NAME.encode(), b"model.tible.weight"), "no such table"),
     "rows of another type": (lambda raw: raw.replace(b'"U8"', b'"I8"'), "table"),

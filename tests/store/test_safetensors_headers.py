@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from edgemoe.errors import CheckpointError
-from edgemoe.store.checkpoint import parse_header, read_header
+from edgemoe.store.checkpoint import parse_header, read_header, read_json
 
 HERE = Path("x.safetensors")
 JSON = st.recursive(
@@ -112,3 +112,20 @@ def test_a_tensor_listed_twice_in_one_header_is_refused() -> None:
     entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     with pytest.raises(CheckpointError, match="'a' stands there twice"):
         parse_header(b"{" + entry + b"," + entry + b"}", HERE, 1000)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "web page"),
+        (b"\n  <HTML lang=en>", "web page"),
+    ],
+)
+def test_a_file_of_another_kind_in_the_files_place_is_named(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is a {why}"):
+        (read_header if name.endswith("safetensors") else read_json)(tmp_path / name)
