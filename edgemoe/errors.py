@@ -74,7 +74,22 @@ class CorruptRow(StoreError):
         self.file, self.row = file, row
 
 
-class MissingExpert(StoreError):
+class MissingPart(StoreError):
+    """A part of the model that a step needs cannot be had; the boxes that are `away` have it and may come back."""
+
+    away: tuple[str, ...] = ()
+
+
+class StageUnavailable(MissingPart):
+    """The box that holds some of the model's layers cannot compute them now."""
+
+    def __init__(self, layers: str, node: str, why: str) -> None:
+        """Takes the layers in words."""
+        super().__init__(f"{layers} of the model are held by {node}, which {why}")
+        self.away = (node,)
+
+
+class MissingExpert(MissingPart):
     """An expert is in no tier, on no disk and at no peer that can be reached."""
 
     def __init__(self, layer: int, expert: int, why: str, *, away: Sequence[str] = ()) -> None:

@@ -17,6 +17,7 @@ from msgspec import Meta
 from edgemoe.types.bounds import is_loopback, is_port
 from edgemoe.types.placement import PlacementPolicy
 from edgemoe.types.request import Phases
+from edgemoe.types.stages import parse_stages
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -184,6 +185,10 @@ class ClusterSettings(SettingsSection, frozen=True, kw_only=True):
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
     check_share: Share = 0.01  # of other boxes' answers, and of the time, for computing answers again; 0: no checks
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
+    stages: Text = ""  # BOX:FIRST-LAST of boxes that hold the dense weights of these layers, in order; "": each has all
+    stage_timeout_s: Annotated[float, Meta(gt=0, le=150)] = (
+        60.0  # after which a step in another box's layers has failed
+    )
 
 
 ALONE = ClusterSettings()
@@ -219,6 +224,8 @@ def faults(settings: Settings, *, is_named_later: bool = False) -> Iterator[str]
             yield f"record.{name} is set, but record.dir is not: name the folder to record to, or drop it"
     if settings.cluster.node or not is_named_later:
         yield from _cluster_faults(settings.cluster)
+    if settings.cluster.stages and settings.cluster.node:
+        yield from _stage_faults(settings)
     if settings.cluster.role != "both" and not settings.engine.prefix_cache:
         yield f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache'
 
@@ -278,6 +285,30 @@ def _cluster_faults(cluster: ClusterSettings) -> Iterator[str]:
         yield f'cluster.role is "{cluster.role}": engines hand requests over, set cluster.share_experts'
     if cluster.leader and cluster.coordination != "single":
         yield f'cluster.leader is for coordination = "single"; {cluster.coordination} elects one'
+
+
+def _stage_faults(settings: Settings) -> Iterator[str]:
+    """Yields settings that cannot work where the model's layers are divided over boxes."""
+    cluster = settings.cluster
+    try:
+        stages = parse_stages(cluster.stages)
+    except ValueError as error:
+        yield f'cluster.stages: {error}; write "box-a:0-23 box-b:24-47"'
+        return
+    if cluster.node not in [stage.node for stage in stages]:
+        yield f"cluster.stages does not name this box, {cluster.node}: give it a range of layers"
+    for is_wrong, remedy in (
+        (not cluster.share_experts, "cluster.share_experts=true"),
+        (cluster.role != "both", 'cluster.role="both"'),
+        (settings.engine.preemption != "recompute", 'engine.preemption="recompute"'),
+        (settings.memory.kv_disk_bytes, "memory.kv_disk_bytes=0"),
+        (settings.record.dir, 'record.dir=""'),
+        (settings.cache.scoutgate, 'cache.scoutgate=""'),
+    ):
+        if is_wrong:
+            yield f"cluster.stages: boxes with a part of the layers cannot do this yet; set {remedy}"
+    if settings.models:
+        yield "cluster.stages: a box with a part of the layers serves no further models yet; drop [models]"
 
 
 def _device_faults(name: str, device: DeviceSettings, kinds: list[str]) -> Iterator[str]:

@@ -313,9 +313,12 @@ class BlockManager:
                 others.forget_all()
 
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
-        """Adds the routing `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
-        layers = np.arange(ids.shape[0])[:, None, None]
-        np.add.at(self.signatures, (blocks[None, :, None], layers, ids), np.uint8(1))
+        """Adds the routing `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie.
+
+        Layers that did not run have -1.
+        """
+        ran = np.flatnonzero(ids[:, 0, 0] >= 0)
+        np.add.at(self.signatures, (blocks[None, :, None], ran[:, None, None], ids[ran]), np.uint8(1))
 
     def _take_free(self) -> int:
         block, _ = self._free.popitem(last=False)

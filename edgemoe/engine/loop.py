@@ -25,7 +25,7 @@ from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
     EngineUnavailable,
-    MissingExpert,
+    MissingPart,
     QueueFull,
     StoreError,
     code_of,
@@ -323,7 +323,7 @@ class StepLoop:
     def _retry_or_fail(self, seq: Sequence, error: StoreError) -> None:
         """Keeps the request for a retry, or ends it where the expert is damaged or has been missing for too long."""
         now_s, shortest_s, longest_s = self._clock(), *RETRY_S
-        may_return = isinstance(error, MissingExpert) and error.away and math.isfinite(seq.timeout_s)
+        may_return = isinstance(error, MissingPart) and error.away and math.isfinite(seq.timeout_s)
         if seq.missing_expert is None:
             seq.retry_pause_s = shortest_s
             if may_return:
@@ -331,7 +331,7 @@ class StepLoop:
         if seq.missing_expert is None or may_return:
             seq.missing_since_s = now_s
         seq.missing_expert = error
-        if not isinstance(error, MissingExpert) or now_s - seq.missing_since_s >= self._missing_expert_timeout_s:
+        if not isinstance(error, MissingPart) or now_s - seq.missing_since_s >= self._missing_expert_timeout_s:
             self._finish(seq, "error", error)
         seq.retry_s, seq.retry_pause_s = now_s + seq.retry_pause_s, min(2 * seq.retry_pause_s, longest_s)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.sampler import NOT_A_NUMBER, SampledToken, prompt_logprobs_of, sample
 from edgemoe.engine.scheduler import ChunkBudget, ScheduledWork, Scheduler
 from edgemoe.engine.sequence import Sequence
-from edgemoe.errors import EdgemoeError, RequestError, StoreError, code_of
+from edgemoe.errors import EdgemoeError, RequestError, StageUnavailable, StoreError, code_of
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.request import Request, Sampling, TokenLogprob
@@ -34,6 +34,9 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, St
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler
+
+
+T = TypeVar("T")
 
 
 def describe(works: Rows[ScheduledWork]) -> StepMeta:
@@ -258,6 +261,23 @@ class ForwardRunner:
         self.totals["tokens", "decode"] += decoding
         return experts
 
+    @torch.inference_mode()
+    def compute_stage(self, meta: StepMeta, compute: Callable[[], T]) -> T:
+        """Returns the result of `compute`, which runs this box's layers for another box. Counts the step."""
+        began_s = self._clock()
+        with self.in_step():
+            self._ids = self._model.experts.begin_step(meta)
+            result = compute()
+            routing = self._model.experts.end_step()
+        phase = "decode" if meta.decode.all() else "prefill"
+        self.totals["steps", phase] += 1
+        self.totals["seconds", phase] += self._clock() - began_s
+        self.totals["experts", phase] += count_active_experts(routing.ids)
+        self.totals["tokens", "decode"] += int(meta.decode.sum())
+        self.totals["tokens", "prefill"] += meta.prompt_tokens
+        self.report(routing)
+        return result
+
     def accept_draft(self, seq: Sequence, ids: npt.NDArray[np.int16]) -> None:
         """Counts the last token of `seq`, which a committed step computed as a draft with routing `ids` [L, 1, k]."""
         self._blocks.observe(np.array([seq.blocks[seq.computed // BLOCK_TOKENS]]), ids)
@@ -271,11 +291,11 @@ class ForwardRunner:
 
 
 def count_active_experts(ids: npt.NDArray[np.int16]) -> int:
-    """Counts the distinct experts of a routing [L, T, k], summed over layers."""
+    """Counts the distinct experts of a routing [L, T, k], summed over layers. A layer that did not run has -1."""
     layers = len(ids)
-    touched = np.zeros((layers, int(ids.max()) + 1), np.bool_)
-    touched[np.arange(layers)[:, None, None], ids] = True
-    return int(touched.sum())
+    touched = np.zeros((layers, int(ids.max()) + 2), np.bool_)
+    touched[np.arange(layers)[:, None, None], ids] = True  # -1 is the last column
+    return int(touched[:, :-1].sum())
 
 
 log = logging.getLogger(__name__)
@@ -388,6 +408,8 @@ class StepRunner:
 
     def _run_parts(self, works: Rows[ScheduledWork], again: bool, error: Exception) -> list[SequenceOutcome]:
         """Computes a failed step in smaller ones, down to the sequence that fails alone."""
+        if isinstance(error, StageUnavailable):  # all need it
+            return [SequenceOutcome(work.seq, error) for work in works]
         if isinstance(error, StoreError):
             if len(works) == 1:
                 return [SequenceOutcome(works[0].seq, error)]

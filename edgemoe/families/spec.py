@@ -308,10 +308,21 @@ class ModelSpec:
     kv_int8: bool = False  # keys and values are kept in int8 instead of `dtype`
     extra_layers: int = 0  # of checkpoints behind the last one, for predicting several tokens
     layer_inputs: LayerInputs | None = None
+    held: tuple[int, int] | None = None  # the layers that this box holds, as first:after; None: all of them
 
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def held_layers(self) -> range:
+        """Returns the layers whose dense weights, keys and values this box holds."""
+        return range(*self.held) if self.held is not None else range(self.layers)
+
+    @property
+    def has_ends(self) -> bool:
+        """Returns whether this box holds the embedding, the last norm and the head: the one with the first layer."""
+        return self.held_layers.start == 0
 
     def unused(self, names: Iterable[str]) -> set[str]:
         """Returns the tensors of a checkpoint that serve other parts: vision, or predicting several tokens.
@@ -337,6 +348,11 @@ class ModelSpec:
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
     @property
+    def first_expert_layer(self) -> int:
+        """Returns the number of this box's first layer with experts, counted among all such layers."""
+        return sum(layer < self.held_layers.start for layer in self.expert_layers)
+
+    @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
@@ -358,9 +374,10 @@ class ModelSpec:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The offsets of each layer's keys and values in a block."""
-        heads = [each.heads for each in self.attention]
+        """The offsets of each layer's keys and values in a block. Layers that other boxes hold have none here."""
+        heads, held = [each.heads for each in self.attention], self.held_layers
         kept = [replace(each.kv, dtype=self.dtype, int8=self.kv_int8) for each in heads]
+        kept = [row if layer in held else KVRow() for layer, row in enumerate(kept)]
         windows = [each.window if row.kv_heads else 0 for each, row in zip(heads, kept, strict=True)]
         rows = (replace(row, windowed=window > 0) for row, window in zip(kept, windows, strict=True))
         return KVLayout.of(rows, max(windows))
@@ -401,10 +418,15 @@ def row_tables(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Returns the shape of every tensor outside the experts and the row tables, by its name in transformers 5."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
-    for layer in range(spec.layers):
+    """Returns the shape of every tensor that this box holds outside the experts and the row tables.
+
+    Its name is the one in transformers 5.
+    """
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)} if spec.has_ends else {}
+    for layer in spec.held_layers:
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, layer)}
+    if not spec.has_ends:
+        return shapes
     shapes["model.norm.weight"] = (spec.hidden,)
     if (inputs := spec.layer_inputs) is not None:
         shapes["model.per_layer_model_projection.weight"] = (spec.layers * inputs.width, spec.hidden)

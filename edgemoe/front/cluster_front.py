@@ -174,7 +174,7 @@ class ClusterFront:
 
     def on_engine_changed(self) -> None:
         """Announces that the engine takes requests now, or has ended and holds nothing any more."""
-        if self._connection.place != self._engine.boot:
+        if self._connection.boot != self._engine.boot:
             self._engine.on_engine_ended()
             self.requests.meter.forget(engine=True)
             self.hosted_requests.on_engine_ended()

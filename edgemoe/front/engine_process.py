@@ -190,9 +190,14 @@ class EngineProcess:
             log.info("loading", extra={"phase": at.phase, **share, "seconds": round(now - self._phase_began)})
 
     @property
-    def serving(self) -> bool:
-        """Returns whether the engine takes requests: it is ready, and not known to have died."""
+    def is_up(self) -> bool:
+        """Returns whether the engine is ready, and not known to have died."""
         return self.ready is not None and self.process.returncode is None and not self._retired
+
+    @property
+    def serving(self) -> bool:
+        """Returns whether the engine takes requests: it is up, and does not work for other boxes only."""
+        return self.is_up and self.ready is not None and self.ready.takes_requests
 
     @property
     def stalls(self) -> bool:
@@ -335,13 +340,18 @@ class LocalConnection:
         return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
 
     @property
+    def boot(self) -> str:
+        """Returns the boot id of an engine that is up, whether it takes requests or not; "" if there is none."""
+        return self.engine.boot_id if self.engine is not None and self.engine.is_up else ""
+
+    @property
     def stands_still(self) -> bool:
         """Returns whether the engine has said nothing for a while."""
         return self.engine is not None and self.engine.stands_still
 
     def send(self, message: ToEngine) -> bool:
-        """Sends a message to an engine that takes requests; False if there is none."""
-        return self.engine is not None and self.engine.serving and self.send_control(message)
+        """Sends a message to an engine that is up; False if there is none."""
+        return self.engine is not None and self.engine.is_up and self.send_control(message)
 
     def send_control(self, message: ToEngine) -> bool:
         """Sends a message to the engine, ready or not; False if there is none."""

@@ -294,7 +294,7 @@ class Supervisor:
     def _on_message(self, engine: EngineProcess, message: FromEngine | None) -> None:
         match engine.on_message(message):
             case Ready() as ready:
-                if engine.serving:  # it has not died meanwhile
+                if engine.is_up:  # it has not died meanwhile
                     self._on_ready(ready)
             case Emissions(items=items):
                 self.requests.handle(

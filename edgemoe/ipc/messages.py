@@ -263,11 +263,12 @@ class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
-    """Says that the engine takes Submits from now on."""
+    """Says that the engine takes Submits from now on, or, with `takes_requests` false, works for other boxes only."""
 
     boot_id: Name
     model: ModelInfo
     limits: Limits
+    takes_requests: bool = True
 
 
 class Emissions(Message, frozen=True, kw_only=True, tag="Emissions"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -46,8 +47,9 @@ ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
 class MoeRunner:
     """Calls the experts of a step, layer after layer, with the forecasts of the next layers' gates."""
 
-    def __init__(self, experts: ExpertExecutor, gates: Sequence[Gate], forecast: bool) -> None:
-        self._experts, self._gates, self._number = experts, gates, 0
+    def __init__(self, experts: ExpertExecutor, gates: Sequence[Gate], forecast: bool, first: int = 0) -> None:
+        """Takes the gates of consecutive layers; `first` is the number of the first one among layers with experts."""
+        self._experts, self._gates, self._number, self._first = experts, gates, 0, first
         self._lookahead = experts.lookahead if forecast else range(0)
 
     def __call__(self, chosen_by: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,8 +58,8 @@ class MoeRunner:
         self._number += 1
         ids, weights = gates[number].route(chosen_by)
         for ahead in range(number + self._lookahead.start, min(number + self._lookahead.stop, len(gates))):
-            self._experts.hint(ahead, gates[ahead].chances(chosen_by))
-        return self._experts.forward(number, hidden, ids, weights)
+            self._experts.hint(self._first + ahead, gates[ahead].chances(chosen_by))
+        return self._experts.forward(self._first + number, hidden, ids, weights)
 
 
 class DecoderLayer(Protocol):
@@ -208,6 +210,11 @@ LAYERS_BY_NORMS: dict[str, Callable[[LayerReader], DecoderLayer]] = {
 }
 
 
+def gates_of(layers: Sequence[DecoderLayer]) -> tuple[Gate, ...]:
+    """Returns the gates of the layers that have experts."""
+    return tuple(layer.gate for layer in layers if layer.gate is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
     embed: DenseMatrix  # [V, H]
@@ -219,7 +226,7 @@ class DenseWeights:
     @property
     def gates(self) -> tuple[Gate, ...]:
         """Returns the gates of the layers that have experts."""
-        return tuple(layer.gate for layer in self.layers if layer.gate is not None)
+        return gates_of(self.layers)
 
     def logits(self, last: torch.Tensor, block: BlockSpec) -> torch.Tensor:
         """Returns the logits [R, V] of normalised hidden states [R, H], float32."""
@@ -244,27 +251,41 @@ def load_weights(
 
     `progress` is called with the share of layers that are loaded. `table` has the rows of a model that has some.
     """
+    with _reader(spec, path, device, kernels) as read:
+        embed = read.matrix("model.embed_tokens.weight")
+        layers = _layers(spec, read, progress)
+        head = embed if spec.block.tied else read.matrix("lm_head.weight")
+        norm, inputs = read.norm("model.norm.weight"), None
+        if spec.layer_inputs is not None:
+            assert table is not None, "this model has a table of rows"
+            inputs = TokenInputs(spec, spec.layer_inputs, read, table)
+        return DenseWeights(embed=embed, layers=layers, norm=norm, head=head, inputs=inputs)
+
+
+def load_layers(
+    spec: ModelSpec,
+    path: Path,
+    device: torch.device,
+    kernels: Kernels | None,
+    progress: Callable[[float], object] = lambda _: None,
+) -> tuple[DecoderLayer, ...]:
+    """Copies the layers that this box holds as `load_weights` does, without embedding and head. Raises StoreError."""
+    with _reader(spec, path, device, kernels) as read:
+        return _layers(spec, read, progress)
+
+
+@contextmanager
+def _reader(spec: ModelSpec, path: Path, device: torch.device, kernels: Kernels | None) -> Iterator[WeightReader]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            reader, inputs = WeightReader(spec, path, file, device, kernels), None
-            weights = _assemble(spec, reader, progress)
-            if spec.layer_inputs is not None:
-                assert table is not None, "this model has a table of rows"
-                inputs = TokenInputs(spec, spec.layer_inputs, reader, table)
-            return replace(weights, inputs=inputs)
+            yield WeightReader(spec, path, file, device, kernels)
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 
 
-def _assemble(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> DenseWeights:
-    embed = read.matrix("model.embed_tokens.weight")
+def _layers(spec: ModelSpec, read: WeightReader, progress: Callable[[float], object]) -> tuple[DecoderLayer, ...]:
     layers = []
-    for layer in range(spec.layers):
-        progress(layer / spec.layers)
+    for done, layer in enumerate(spec.held_layers):
+        progress(done / len(spec.held_layers))
         layers.append(make_layer(LayerReader(spec, layer, read)))
-    return DenseWeights(
-        embed=embed,
-        layers=tuple(layers),
-        norm=read.norm("model.norm.weight"),
-        head=embed if spec.block.tied else read.matrix("lm_head.weight"),
-    )
+    return tuple(layers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.nn.functional import layer_norm, linear, rms_norm
 
 from edgemoe.encodings.codec import unpack
@@ -94,6 +95,25 @@ def decoded_bytes(spec: ModelSpec) -> int:
     size_bytes = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in shapes.values())
     size_bytes += sum(math.prod(shape) * 4 for name, shape in shapes.items() if name.endswith(WIDENED))
     return size_bytes + ALIGNMENT * len(shapes)
+
+
+FILE_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+
+
+def held_bytes(spec: ModelSpec, path: Path) -> int:
+    """Returns the bytes of the tensors in the file at `path` that this box holds. Raises StoreError."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            present, total = set(file.keys()), 0
+            for name in dense_shapes(spec):
+                for spelling in spec.names.spellings(name):
+                    if spelling in present:
+                        part = file.get_slice(spelling)
+                        total += math.prod(part.get_shape()) * FILE_ITEM_BYTES[part.get_dtype()]
+                        break
+            return total
+    except (OSError, SafetensorError, KeyError) as error:
+        raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 
 
 class WeightReader:

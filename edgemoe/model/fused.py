@@ -5,7 +5,7 @@ If every expert is in memory, one kernel call runs all layers. Else there is one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.runtime import Kernels, PagedCache, fill_cache
 from edgemoe.model.attention import paged, tables_and_contexts
-from edgemoe.model.decoder_layers import DenseWeights
+from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, gates_of
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.model.step_layers import LayerPlanner
@@ -23,19 +23,23 @@ from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.step import Batch, ExpertExecutor
 
 
-class FusedDecoder:
-    """Computes logits by the kernels. Plans the step once, and fills its record at each step."""
+class FusedLayers:
+    """Runs consecutive layers by the kernels. Plans the step once, and fills its record at each step."""
 
     def __init__(
-        self, spec: ModelSpec, weights: DenseWeights, kernels: Kernels, ropes: Mapping[RopeSpec, RotaryEmbedding]
+        self,
+        spec: ModelSpec,
+        layers: Sequence[DecoderLayer],
+        kernels: Kernels,
+        ropes: Mapping[RopeSpec, RotaryEmbedding],
     ) -> None:
-        self._spec, self._weights, self._kernels, self._ropes = spec, weights, kernels, ropes
+        self._spec, self._kernels, self._ropes = spec, kernels, ropes
+        self._gates, self._first = gates_of(layers), spec.first_expert_layer
         self._plan = plan = StepPlan(spec, kernels)
-        self._layers = LayerPlanner(plan)
-        for layer in weights.layers:
+        self._layers = LayerPlanner(plan, self._first)
+        for layer in layers:
             self._layers.add(layer)
-        last = plan.join(weights.norm, "input", [weights.head])
-        plan.multiply([plan.part(weights.head, last, out=0)], of_rows=True)
+        self._add_end(plan)
         self._step = plan.finish()
         self._attention = plan.attention[: len(self._layers.attending)]
         self._kv: KVCache | None = None  # whose addresses the records have
@@ -43,18 +47,29 @@ class FusedDecoder:
         self._placed: list[IntArray] = []  # arrays of the step to which the records point
         self._windowed = np.empty(0, np.bool_)  # whether keys and values of each such layer lie in blocks of windows
 
-    def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
-        """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
+    def _add_end(self, plan: StepPlan) -> None:
+        """Adds the stages behind the last layer: its output joins the residual."""
+        plan.join(None, "input", [])
+
+    def run(self, residual: torch.Tensor, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
+        """Returns the residual [T, H] behind the layers, valid until the next call, for one token of each sequence."""
+        self._plan.residual[: len(residual)] = residual
+        self._run(batch, kv, experts)
+        return self._plan.residual[: len(residual)]
+
+    def _run(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> None:
+        """Runs all stages on the plan's residual."""
         spec, step, plan, tokens = self._spec, self._step, self._plan, len(batch.tokens)
         shape = spec.geometry.layers, tokens, spec.router.top_k
         ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
-        logits = torch.empty((len(batch.logit_rows), spec.vocab), dtype=torch.float32)
+        if spec.held is not None:
+            ids.fill_(-1)  # in the layers that other boxes compute
+            weights.zero_()
         if kv is not self._kv:
             self._open(kv)
         self._place_blocks(batch)
         self._begin(batch)
         step["ids"], step["weights"] = ids.data_ptr(), weights.data_ptr()
-        step["logits"] = logits.data_ptr()
         places = experts.places
         step["places"] = 0 if places is None else places.address(tokens, tokens * spec.router.top_k)
         self._kernels.step(step.ctypes.data)
@@ -67,7 +82,6 @@ class FusedDecoder:
             self._kernels.step(step.ctypes.data)
         if places is not None:
             experts.computed(ids, weights, int(step["served"][0]))
-        return self._weights.bounded(logits, spec.block)
 
     def _place_blocks(self, batch: Batch) -> None:
         """Writes contexts and block tables into the records of attention."""
@@ -83,17 +97,10 @@ class FusedDecoder:
         self._placed = kept
 
     def _begin(self, batch: Batch) -> None:
-        """Writes the batch into the plan's inputs."""
-        step, plan, block, tokens = self._step, self._plan, self._spec.block, len(batch.tokens)
+        """Writes the batch into the plan's inputs, except the residual."""
+        step, plan, tokens = self._step, self._plan, len(batch.tokens)
         step["tokens"], step["positions"], step["next"], step["served"] = tokens, batch.positions.data_ptr(), 0, 0
         step["rows"], step["count"] = batch.logit_rows.data_ptr(), len(batch.logit_rows)
-        residual = plan.residual[:tokens]
-        residual.copy_(self._weights.embed.rows_at(batch.tokens))
-        if block.embedding != 1.0:
-            residual *= block.embedding
-        if self._weights.inputs is not None:
-            inputs = self._weights.inputs(batch.tokens, residual)  # [T, L, width]
-            plan.inputs[:, :tokens, inputs.shape[2] :] = inputs.transpose(0, 1)
         for rope, angles in plan.angles.items():
             for to, part in zip(angles, self._ropes[rope](batch.positions), strict=True):
                 to[:tokens] = part
@@ -115,10 +122,10 @@ class FusedDecoder:
 
     def _hint(self, experts: ExpertExecutor, layer: int, tokens: int) -> None:
         """Applies the gates that `experts` asks for to this layer's expert input, and passes the results on."""
-        gates = self._weights.gates
+        gates, number = self._gates, layer - self._first
         given = self._plan.residual if self._spec.block.parallel else self._plan.hidden
-        for ahead in range(layer + experts.lookahead.start, min(layer + experts.lookahead.stop, len(gates))):
-            experts.hint(ahead, gates[ahead].chances(given[:tokens], self._multiply))
+        for ahead in range(number + experts.lookahead.start, min(number + experts.lookahead.stop, len(gates))):
+            experts.hint(self._first + ahead, gates[ahead].chances(given[:tokens], self._multiply))
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Computes the same as `torch.nn.functional.linear`, in float32."""
@@ -127,3 +134,32 @@ class FusedDecoder:
         (rows, n), place, x = weight.shape, weight.data_ptr(), x.contiguous()
         self._kernels.linear(place, rows, n, x.data_ptr(), is_bf16, len(x), out.data_ptr(), code)
         return out
+
+
+class FusedDecoder(FusedLayers):
+    """Computes logits by the kernels: all layers between embedding and head."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: DenseWeights, kernels: Kernels, ropes: Mapping[RopeSpec, RotaryEmbedding]
+    ) -> None:
+        self._weights = weights
+        super().__init__(spec, weights.layers, kernels, ropes)
+
+    def _add_end(self, plan: StepPlan) -> None:
+        """Adds the last norm, and the head's product."""
+        last = plan.join(self._weights.norm, "input", [self._weights.head])
+        plan.multiply([plan.part(self._weights.head, last, out=0)], of_rows=True)
+
+    def forward(self, batch: Batch, kv: KVCache, experts: ExpertExecutor) -> torch.Tensor:
+        """Computes the same as `Decoder.forward`, for one token of each of at most FEW_TOKENS sequences."""
+        spec, residual = self._spec, self._plan.residual[: len(batch.tokens)]
+        logits = torch.empty((len(batch.logit_rows), spec.vocab), dtype=torch.float32)
+        self._step["logits"] = logits.data_ptr()
+        residual.copy_(self._weights.embed.rows_at(batch.tokens))
+        if spec.block.embedding != 1.0:
+            residual *= spec.block.embedding
+        if self._weights.inputs is not None:
+            inputs = self._weights.inputs(batch.tokens, residual)  # [T, L, width]
+            self._plan.inputs[:, : len(batch.tokens), inputs.shape[2] :] = inputs.transpose(0, 1)
+        self._run(batch, kv, experts)
+        return self._weights.bounded(logits, spec.block)

@@ -209,6 +209,9 @@ class BlockPool:
 
     def views(self, row: KVRow) -> LayerKV | CodedKV:
         """Returns the views of one layer."""
+        if not row.kv_heads:
+            empty = torch.empty((len(self.data), 0, BLOCK_TOKENS, 0), dtype=DTYPES[row.dtype], device=self.data.device)
+            return LayerKV(empty, empty)
         between = row.offset + row.key_bytes
         if row.int8:
             return self._coded_views(row, between)

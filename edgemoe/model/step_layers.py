@@ -67,11 +67,11 @@ class StatefulLayer(NamedTuple):
 class LayerPlanner:
     """Adds layers to a plan."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, first_expert_layer: int = 0) -> None:
         self.plan = plan
         self.attending: list[AttendingLayer] = []
         self.stateful: list[StatefulLayer] = []
-        self._expert_layers = 0
+        self._expert_layers = first_expert_layer
 
     def add(self, layer: DecoderLayer) -> None:
         """Adds one layer's stages to the plan."""

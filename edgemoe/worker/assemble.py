@@ -33,8 +33,9 @@ from edgemoe.jit.compile_process import CompileProcess
 from edgemoe.jit.object_cache import CompileProgress, link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.dense_weights import decoded_bytes
+from edgemoe.model.dense_weights import decoded_bytes, held_bytes
 from edgemoe.model.kv import KVCache
+from edgemoe.model.staged import StagedDecoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
 from edgemoe.store.layout import table_sizes
@@ -54,6 +55,7 @@ from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, predictive
 
 if TYPE_CHECKING:
     from edgemoe.worker.cluster_parts import ClusterParts
+    from edgemoe.worker.stage_parts import StageParts
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Assembly:
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: PredictivePolicy | None = None  # with cache.policy = "lru", or all experts in place
     table: RowTable | None = None  # of rows; most models have none
+    stages: StageParts | None = None  # other boxes hold some of the layers
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -100,11 +103,9 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
     """
     directory = Path(settings.model.path)
     manifest = Manifest.load(directory)
-    spec = replace(spec_of(manifest), kv_int8=settings.engine.kv_cache_dtype == "int8")
+    spec = _held_part(settings, replace(spec_of(manifest), kv_int8=settings.engine.kv_cache_dtype == "int8"))
     served, geometry = ServedModel(manifest.digest, spec.geometry), spec.geometry
-    budgets = resolve_budgets(settings, _machine(), needs_of(spec, manifest.dense.bytes))
-    for line in budgets.lines():
-        log.info(line)
+    budgets = _budgets(settings, spec, directory, manifest)
     torch.set_num_threads(budgets.threads)
     with ExitStack() as opened:
         store = opened.enter_context(ExpertStore(directory, manifest, mirrors=settings.model.mirrors))
@@ -115,19 +116,17 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         kernels = _kernels(settings, budgets, geometry, device, report)
         if kernels is not None:
             opened.callback(kernels.close)
-        progress, graphs = partial(report, "weights"), settings.engine.cuda_graphs
-        for entry in manifest.tables:
-            verify_table(directory, entry)
-        if (table := open_row_table(spec, directory, budgets.row_cache_bytes)) is not None:
+        if (table := _row_table(spec, directory, manifest, budgets)) is not None:
             opened.callback(table.close)
-        decoder = Decoder.load(spec, directory / DENSE, device, kernels, progress, graphs, table)
+        decoder = _decoder(settings, spec, directory, device, kernels, partial(report, "weights"), table)
         report("experts")
         activity = _activity(settings, geometry, budgets)
         sharing = _cluster_parts(settings, served, store, activity)
-        scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
+        embedding = decoder.embedding if isinstance(decoder, Decoder) else None
+        scoutgate = None if embedding is None else scoutgate_for(settings, manifest, served, embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
-        name = "lru" if budgets.all_fit else settings.cache.policy
+        name = "lru" if budgets.all_fit or spec.held is not None else settings.cache.policy  # others see all layers
         controller = predictive_policy(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
         policy = controller.policy if controller else LRU(geometry.layers, geometry.experts)
         memory = _memory(settings, budgets, report)
@@ -142,17 +141,64 @@ def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
         if recorder is not None:
             opened.callback(recorder.close)
         observers = _observers(controller, recorder, scoutgate, activity, sharing)
-        engine = _engine(settings, budgets, decoder, tiers, table, emit, observers)
+        model = _loaded(budgets, decoder, tiers, _grammars(directory, spec), table)
+        engine = _engine(settings, budgets, model, emit, observers)
         opened.callback(engine.close)
         closing = opened.pop_all()
-    info, scrubber = (
-        served_info(settings.model.name, manifest, spec),
-        _scrubber(geometry, tiers, store, sharing, engine),
-    )
-    return Assembly(
-        *(settings, info, budgets, engine, tiers, store, closing.close, activity, sharing, scrubber, scoutgate),
-        *(controller, table),
-    )
+    info, stages = served_info(settings.model.name, manifest, spec), _stage_parts(settings, decoder, model, engine)
+    parts = activity, sharing, _scrubber(geometry, tiers, store, sharing, engine), scoutgate, controller, table
+    return Assembly(settings, info, budgets, engine, tiers, store, closing.close, *parts, stages)
+
+
+def _budgets(settings: Settings, spec: ModelSpec, directory: Path, manifest: Manifest) -> Budgets:
+    """Returns the budgets, and logs them. Raises CapacityError, StoreError."""
+    dense_bytes = manifest.dense.bytes if spec.held is None else held_bytes(spec, directory / DENSE)
+    budgets = resolve_budgets(settings, _machine(), needs_of(spec, dense_bytes))
+    for line in budgets.lines():
+        log.info(line)
+    return budgets
+
+
+def _row_table(spec: ModelSpec, directory: Path, manifest: Manifest, budgets: Budgets) -> RowTable | None:
+    """Verifies and opens the model's table of rows; None where it has none. Raises StoreError."""
+    for entry in manifest.tables:
+        verify_table(directory, entry)
+    return open_row_table(spec, directory, budgets.row_cache_bytes)
+
+
+def _held_part(settings: Settings, spec: ModelSpec) -> ModelSpec:
+    """Returns the spec with this box's layers where they are divided over boxes. Raises ConfigError."""
+    if not settings.cluster.stages:
+        return spec
+    from edgemoe.worker.stage_parts import spec_of_stage  # a box on its own loads nothing of the cluster
+
+    return spec_of_stage(spec, settings)
+
+
+def _stage_parts(
+    settings: Settings, decoder: Decoder | StagedDecoder, model: LoadedModel, engine: Engine
+) -> StageParts | None:
+    """Returns the parts of an engine whose decoder has some layers only; None for a whole one."""
+    if not isinstance(decoder, StagedDecoder):
+        return None
+    from edgemoe.worker.stage_parts import stage_parts  # a box on its own loads nothing of the cluster
+
+    return stage_parts(settings, decoder, model, engine)
+
+
+def _decoder(
+    settings: Settings,
+    spec: ModelSpec,
+    directory: Path,
+    device: torch.device,
+    kernels: Kernels | None,
+    progress: Callable[[float], object],
+    table: RowTable | None,
+) -> Decoder | StagedDecoder:
+    """Loads the dense weights of this box's layers, or of all."""
+    if spec.held is not None:
+        return StagedDecoder.load(spec, directory / DENSE, device, kernels, progress)
+    return Decoder.load(spec, directory / DENSE, device, kernels, progress, settings.engine.cuda_graphs, table)
 
 
 def _kernels(
@@ -295,23 +341,26 @@ def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:
     return notify_all
 
 
-def _engine(
-    settings: Settings,
+def _loaded(
     budgets: Budgets,
-    decoder: Decoder,
+    decoder: Decoder | StagedDecoder,
     tiers: ExpertTiers,
+    grammars: GrammarCompiler | None,
     table: RowTable | None,
-    emit: Emit,
-    watchers: StepObservers,
-) -> Engine:
+) -> LoadedModel:
+    """Allocates keys, values and states. Raises CapacityError."""
     spec, blocks, windows = decoder.spec, budgets.kv_blocks, budgets.window_blocks
-    grammars = _grammars(Path(settings.model.path), spec)
     if not blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     cache = KVCache.of(spec, blocks, budgets.state_slots, decoder.device, windows)
+    return LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars, table)
+
+
+def _engine(settings: Settings, budgets: Budgets, model: LoadedModel, emit: Emit, watchers: StepObservers) -> Engine:
+    blocks, windows = budgets.kv_blocks, budgets.window_blocks
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
-        LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars, table),
+        model,
         settings.engine,
         ServingBudget(blocks, budgets.context_tokens, budgets.kv_swap_bytes, budgets.state_slots, timeout_s, windows),
         emit,

@@ -46,6 +46,7 @@ from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.cluster_parts import ClusterParts
 from edgemoe.worker.expert_demand import ExpertDemandReporter, PrefixSignatures
 from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
+from edgemoe.worker.stage_parts import StageParts
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
@@ -114,6 +115,12 @@ class ClusterMember:
         self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.demand.signature_of)
         tiers.join(self.plane.calls)
+        self._stages: StageParts | None = None
+
+    def join_stages(self, stages: StageParts) -> None:
+        """Serves this box's layers to others, or asks others for theirs. To be called before `listen`."""
+        self._stages = stages
+        stages.join(self._info.digest, self._settings, self._engine, self.plane)
 
     def listen(self) -> None:
         """Opens the channels and posts their ports. Raises PeerRefused where an address cannot be used."""
@@ -182,6 +189,8 @@ class ClusterMember:
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         values |= self._fetches.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
+        if self._stages is not None:
+            values |= self._stages.metrics()
         for tokens, choice in remote.choices.items():
             values[named(names.REMOTE_GAIN, tokens=tokens)] = choice.gain
             for plan, used in zip(("alone", "helped"), choice.used, strict=True):

@@ -19,7 +19,8 @@ import torch
 
 from edgemoe.config.settings import Settings
 from edgemoe.engine.loop import StepLoop
-from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError, first_error
+from edgemoe.engine.stage_host import StageHost
+from edgemoe.errors import ConfigError, EdgemoeError, MissingExpert, ServiceError, WireError, first_error
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects
 from edgemoe.ipc.engine_socket import IpcClient, end_of
@@ -116,18 +117,7 @@ class Worker:
             computing = tasks.create_task(self._compute(assembly), name="compute")
             helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
             if self._settings.cluster.node:
-                from edgemoe.worker.cluster_member import ClusterMember  # a box on its own loads nothing of the cluster
-
-                assert assembly.sharing is not None
-                self._side = ClusterMember(
-                    self._settings.cluster,
-                    self._boot.boot_id,
-                    assembly.model,
-                    assembly.engine,
-                    assembly.tiers,
-                    assembly.sharing,
-                    self._wire.post,
-                )
+                self._side = self._cluster_member(assembly)
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
             if self._settings.memory.kv_disk_bytes and self._settings.engine.prefix_cache:
@@ -164,6 +154,18 @@ class Worker:
 
     # --- coming up
 
+    def _cluster_member(self, assembly: Assembly) -> ClusterMember:
+        """Returns this engine as a member of the cluster. Raises ConfigError."""
+        from edgemoe.worker.cluster_member import ClusterMember  # a box on its own loads nothing of the cluster
+
+        assert assembly.sharing is not None
+        cluster, boot = self._settings.cluster, self._boot.boot_id
+        own = assembly.model, assembly.engine, assembly.tiers, assembly.sharing
+        member = ClusterMember(cluster, boot, *own, self._wire.post)
+        if assembly.stages is not None:
+            member.join_stages(assembly.stages)
+        return member
+
     def _report_phase(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None:
         if phase != self._loading.phase:
             log.info("engine", extra={"phase": phase})
@@ -183,6 +185,9 @@ class Worker:
         It has all the time that it takes, while it comes to further layers: from a slow disk, that is minutes.
         """
         self._report_phase("warm-up")
+        if assembly.stages is not None and assembly.stages.host is not None:
+            await self._warm_up_stage(assembly.stages.host)
+            return
         prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.limits.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
         assembly.engine.loop.submit(request, (), 1, math.inf)
@@ -191,12 +196,19 @@ class Worker:
             begun = runner.layers_begun
             self._report_phase("warm-up", begun / layers, f"layer {begun} of {layers}")
         end = self._warm.result()
-        if self._side is not None and end.error_code == "missing_expert":
-            log.warning("not warmed up: the boxes that have the other experts are not here yet")
+        if self._side is not None and end.error_code in ("missing_expert", "stage_unavailable"):
+            log.warning("not warmed up: the boxes that have the model's other parts are not here yet")
         elif end.finish == "error":
             raise ServiceError(f"the model does not run: {end.error}")
         if assembly.activity is not None:
             assembly.activity.clear()  # nobody asked for it
+
+    async def _warm_up_stage(self, host: StageHost) -> None:
+        """Computes rows that belong to nobody, as `_warm_up` does a request."""
+        try:
+            await asyncio.wrap_future(host.warm_up(WARM_UP_TOKENS))
+        except MissingExpert as error:
+            log.warning("not warmed up: the boxes that have the other experts are not here yet", extra={"why": error})
 
     def _ready(self, assembly: Assembly) -> Ready:
         engine, settings = assembly.engine, self._settings.engine
@@ -206,7 +218,8 @@ class Worker:
             max_sequences=engine.max_sequences,
             max_queue=settings.max_queue,
         )
-        return Ready(boot_id=self._boot.boot_id, model=assembly.model, limits=limits)
+        takes = assembly.stages is None or assembly.stages.takes_requests
+        return Ready(boot_id=self._boot.boot_id, model=assembly.model, limits=limits, takes_requests=takes)
 
     # --- running
 

@@ -354,3 +354,27 @@ def test_named_models_are_shown_as_they_can_be_read_again(tmp_path: Path) -> Non
 )
 def test_wrong_named_models_are_refused(tmp_path: Path, text: str, words: str) -> None:
     assert words in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("stages = 'box:0-3 other:5-7'", "'other:5-7' begins with layer 5, not 4"),
+        ("stages = 'other:1-3 box:4-7'", "'other:1-3' begins with layer 1, not 0"),
+        ("stages = 'box:0-3 other:3-7'", "'other:3-7' begins with layer 3, not 4"),
+        ("stages = 'box:0-3 other:4-2'", "'other:4-2' ends before it begins"),
+        ("stages = 'box:0-3 box:4-7'", "box is named twice"),
+        ("stages = 'box:0-7'", "it takes two boxes"),
+        ("stages = 'box:0-3 other'", "'other' is no BOX:FIRST-LAST"),
+        ("stages = 'a:0-3 b:4-7'", "does not name this box, box"),
+        ("stages = 'box:0-3 b:4-7'\nshare_experts = false", "set cluster.share_experts=true"),
+        ("stages = 'box:0-3 b:4-7'\nrole = 'decode'", 'set cluster.role="both"'),
+        ("stages = 'box:0-3 b:4-7'\n[engine]\npreemption = 'park'", 'set engine.preemption="recompute"'),
+        ("stages = 'box:0-3 b:4-7'\n[memory]\nkv_disk_bytes = 1", "set memory.kv_disk_bytes=0"),
+        ("stages = 'box:0-3 b:4-7'\n[record]\ndir = 'r'", 'set record.dir=""'),
+        ("stages = 'box:0-3 b:4-7'\n[cache]\nscoutgate = 's'", 'set cache.scoutgate=""'),
+        ("stages = 'box:0-3 b:4-7'\n[model]\npath = 'p'\n[models.other]", "drop [models]"),
+    ],
+)
+def test_stages_that_cannot_work_are_refused(tmp_path: Path, lines: str, words: str) -> None:
+    assert words in refusal(tmp_path, f"{BOX}{lines}\n")

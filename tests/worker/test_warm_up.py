@@ -28,6 +28,7 @@ async def test_a_warm_up_may_take_for_ever() -> None:
     )
     worker = SimpleNamespace(_report_phase=lambda *_: None, _warm=ended, _side=None)
     await Worker._warm_up(
-        cast(Any, worker), cast(Any, SimpleNamespace(engine=engine, activity=None, model=SimpleNamespace(layers=1)))
+        cast(Any, worker),
+        cast(Any, SimpleNamespace(engine=engine, activity=None, model=SimpleNamespace(layers=1), stages=None)),
     )
     assert ended.result().finish == "length"

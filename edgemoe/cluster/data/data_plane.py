@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +22,10 @@ from edgemoe.cluster.data.messages import (
     FetchKV,
     FetchPiece,
     Hello,
+    OpenStage,
+    StageStep,
 )
+from edgemoe.cluster.data.stage_calls import StageClient, StageServer
 from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
 from edgemoe.cluster.rpc.channel import Channel, Later
 from edgemoe.cluster.rpc.envelope import Answer, Question
@@ -32,6 +35,7 @@ from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.model_info import ServedModel
+from edgemoe.types.stages import Stage
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
@@ -71,7 +75,7 @@ class DataPlane:
             self._serve,
             ChannelSettings(longest_s=timeout_s, message_bytes=EXPERT_CALL_BYTES),
         )
-        self.server = ExpertServer(own.model.geometry, own.host)
+        self.server, self.stage = ExpertServer(own.model.geometry, own.host), StageServer(own.model)
         self.bulk = ExpertFetchServer(own.shelf, own.model.geometry)
         self._bulk_channel: Channel[BulkMessage] = Channel(
             self.transport,
@@ -87,6 +91,16 @@ class DataPlane:
         own.store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
         self._say = RateLimitedLog(log)
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
+
+    def stage_client(
+        self,
+        stage: Stage,
+        opens: OpenStage,
+        timeouts_s: tuple[float, float],
+        restart: Callable[[Callable[[], None]], None],
+    ) -> StageClient:
+        """Returns the client of a stage on another box, which is asked on the channel of expert calls."""
+        return StageClient(self._calls_channel, stage, opens, timeouts_s, restart)
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:
         """Listens and returns the two ports. Raises PeerRefused where an address cannot be used."""
@@ -135,6 +149,10 @@ class DataPlane:
         match question.message:
             case ExpertCall():
                 return self.server.serve(question)
+            case StageStep() as step:
+                return self.stage.serve(question, step)
+            case OpenStage() as opens:
+                return self.stage.open(question, opens)
             case Hello() as hello:
                 return Answer(self.calls.learn(question.peer, hello))
             case _:

@@ -1,6 +1,6 @@
 """Messages of the two channels between engines: expert calls, and bulk transfers of experts, KV entries and stores.
 
-calls   Hello -> Hello, ExpertCall -> ExpertResult
+calls   Hello -> Hello, ExpertCall -> ExpertResult, OpenStage -> StageOpened, StageStep -> StageResult
 bulk    FetchExpert -> ExpertChunk, FetchPiece -> PiecePart, FetchKV -> KVPart; each part is a tensor
 """
 
@@ -22,6 +22,8 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
 from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.stages import StageWork
+from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.wire.protocol import Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
@@ -180,7 +182,69 @@ class PiecePart(Message, frozen=True, tag="PiecePart"):
     size: Bytes
 
 
-ExpertCallMessage = Hello | ExpertCall | ExpertResult | Failure
+class OpenStage(Message, frozen=True, tag="OpenStage"):
+    """Asks to use the layers first:after of a box, with as many blocks of keys and values. Reply: StageOpened."""
+
+    model: Word  # digest
+    first: Small
+    after: Small
+    blocks: Small
+    window_blocks: Small
+
+
+class StageOpened(Message, frozen=True, tag="StageOpened"):
+    """Names the opening. It stays while both engines live; with another one, all keys and values are gone."""
+
+    opening: Count
+
+
+class StageStep(Message, frozen=True, tag="StageStep"):
+    """Asks to compute a stage for `rows` tokens of some sequences. Reply: StageResult.
+
+    Tensors: the residual, float32, and an int32 index. The index has the tokens of each sequence in the step, and in
+    all. The blocks of each follow, and with `windows` the windows' blocks of each.
+    """
+
+    opening: Count
+    number: Count  # of the step, rising
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    sequences: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    windows: bool = False
+
+    @classmethod
+    def of(cls, opening: int, number: int, work: StageWork) -> tuple[Self, list[Buffer]]:
+        """Returns the message and the tensors that carry the work."""
+        parts = [work.query_lens, work.context_lens, *work.block_tables, *work.window_tables]
+        index = np.concatenate([np.array(part, np.int32) for part in parts])
+        count = len(work.query_lens)
+        hidden = np.ascontiguousarray(work.hidden)
+        message = cls(opening, number, len(hidden), count, bool(work.window_tables))
+        return message, [hidden.data.cast("B"), index.data.cast("B")]
+
+    def work(self, tensors: Sequence[memoryview], width: int) -> StageWork:
+        """Returns the work that a peer asks for, of residuals of this width. Raises PeerRefused where it is invalid."""
+        count, rows = self.sequences, self.rows
+        if len(tensors) != 2 or tensors[0].nbytes != 4 * rows * width or tensors[1].nbytes % 4:
+            raise PeerRefused("a step whose sizes do not fit together")
+        index = np.frombuffer(tensors[1], np.int32).astype(np.int64)
+        lens, contexts, tables = index[:count], index[count : 2 * count], index[2 * count :]
+        if len(index) < 2 * count or lens.min() < 1 or lens.sum() != rows or (contexts < lens).any():
+            raise PeerRefused("a step whose numbers cannot be")
+        held = -(-contexts // BLOCK_TOKENS)
+        if len(tables) != held.sum() * (1 + self.windows):
+            raise PeerRefused("a step whose blocks do not fit its contexts")
+        parts = [part.tolist() for part in np.split(tables, np.cumsum(np.tile(held, 1 + self.windows))[:-1])]
+        hidden = np.frombuffer(tensors[0], np.float32).reshape(rows, width)
+        return StageWork(hidden, lens.tolist(), contexts.tolist(), parts[:count], parts[count:])
+
+
+class StageResult(Message, frozen=True, tag="StageResult"):
+    """Carries the residual behind the stage; `served_s` is the time from the step's arrival to this answer."""
+
+    served_s: Seconds
+
+
+ExpertCallMessage = Hello | ExpertCall | ExpertResult | OpenStage | StageOpened | StageStep | StageResult | Failure
 BulkMessage = FetchExpert | ExpertChunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
 EXPERT_CALLS: MessageLanguage[ExpertCallMessage] = MessageLanguage(*get_args(ExpertCallMessage))
 BULK: MessageLanguage[BulkMessage] = MessageLanguage(*get_args(BulkMessage))

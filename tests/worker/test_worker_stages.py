@@ -1,0 +1,213 @@
+"""Real engine processes that each hold some layers of a model: the tokens of one box, also when a stage is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.checkpoints import tiny_checkpoint
+from support.kept import STORES
+from test_worker import EXPERT_BYTES, START_S, Child
+
+from edgemoe.cluster.rpc.keys import Secret, generate, load_secret
+from edgemoe.config.settings import (
+    ClusterSettings,
+    EngineSettings,
+    LogSettings,
+    MemorySettings,
+    ModelSettings,
+    Settings,
+)
+from edgemoe.ipc.engine_socket import IpcServer
+from edgemoe.ipc.messages import Boot, ChannelsOpened, Emissions, PeerEngine, PeerList, Ready, Stats, Submit
+from edgemoe.store.packer import pack
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.wire.protocol import PROTOCOL_VERSIONS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SPLITS = {2: "a:0-0 b:1-2", 3: "a:0-0 b:1-1 c:2-2"}
+TIGHT_BYTES = 44 << 10  # keys and values of the first stage's layer: too few for all requests at once
+PROMPTS = {f"r{length}": tuple(range(3, 3 + length)) for length in (5, 40, 61, 77)}
+TOKENS = 60
+
+
+@asynccontextmanager
+async def worker(
+    node: str, store: Path, runtime: Path, stages: str = "", kv_bytes: int = 2 << 20
+) -> AsyncIterator[tuple[Child, Secret]]:
+    """Runs an engine, alone where there are no stages."""
+    key_file = runtime / f"{node}.key"
+    key = load_secret(key_file) if key_file.exists() else generate(key_file)
+    wire = IpcServer(runtime / f"{node}{secrets.token_hex(2)}")
+    cluster = ClusterSettings(
+        node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3, stages=stages
+    )
+    settings = Settings(
+        model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
+        memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=kv_bytes),
+        engine=EngineSettings(threads=1, max_sequences=4, step_tokens=24),
+        log=LogSettings(level="error"),
+        cluster=cluster if stages else ClusterSettings(),
+    )
+    boot = Boot(
+        boot_id=secrets.token_hex(8),
+        address=wire.address,
+        speaks=PROTOCOL_VERSIONS,
+        settings=msgspec.to_builtins(settings),
+    )
+    command = (sys.executable, "-m", "edgemoe.worker")
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(boot))
+    process.stdin.close()
+    try:
+        yield Child(process, wire, boot.boot_id), key
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        wire.close()
+
+
+def submit(child: Child, names: Iterable[str], tokens: int = TOKENS, attempt: int = 1, seconds: float = 60.0) -> None:
+    for name in names:
+        sampling = Sampling(temperature=0.0, max_tokens=tokens)
+        request = Request(id=name, prompt=PROMPTS[name], sampling=sampling, seed=1)
+        child.send_message(Submit(request=request, attempt=attempt, remaining_ms=seconds * 1e3))
+
+
+def again(child: Child, attempt: int) -> Child:
+    """Submits the longest request once more."""
+    submit(child, ["r77"], attempt=attempt)
+    return child
+
+
+async def answers(
+    child: Child, names: Iterable[str], until: int = 10**9
+) -> tuple[dict[str, list[int]], list[Emission]]:
+    """Returns the tokens of requests, and their ends, once all have ended or `until` tokens have come."""
+    found: dict[str, list[int]] = {name: [] for name in names}
+    ends: list[Emission] = []
+    while len(ends) < len(found) and sum(map(len, found.values())) < until:
+        for item in (await child.next_message(Emissions)).items:
+            if item.token is not None:
+                assert item.index == len(found[item.request])
+                found[item.request].append(item.token)
+            ends += [item] if item.finish else []
+    return found, ends
+
+
+async def counted(child: Child, name: str) -> None:
+    """Waits until an engine reports a number other than 0."""
+    while not (await child.next_message(Stats)).values[name]:
+        pass
+
+
+class Boxes:
+    """Engines that know each other."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, Child] = {}
+        self._keys: dict[str, str] = {}
+        self._engines: dict[str, PeerEngine] = {}
+
+    async def add(self, node: str, child: Child, key: Secret) -> None:
+        ports = await child.next_message(ChannelsOpened, START_S)
+        calls, bulk = (f"127.0.0.1:{port}" for port in (ports.calls_port, ports.bulk_port))
+        self.children[node], self._keys[node] = child, key.public.decode()
+        self._engines[node] = PeerEngine(node=node, boot=secrets.token_hex(4), calls=calls, bulk=bulk)
+
+    def introduce(self) -> None:
+        for node, child in self.children.items():
+            if child.process.returncode is None:
+                keys = {other: (key,) for other, key in self._keys.items() if other != node}
+                child.send_message(PeerList(keys=keys, engines=tuple(self._engines[other] for other in keys)))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("store")
+    pack(tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint")), directory)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Returns the tokens of a box with all layers, request after request."""
+    found: dict[str, list[int]] = {}
+    async with worker("alone", store, tmp_path_factory.mktemp("alone")) as (child, _):
+        await child.next_message(Ready, START_S)
+        for name in PROMPTS:
+            submit(child, [name])
+            found |= (await answers(child, [name]))[0]
+    assert all(len(tokens) == TOKENS for tokens in found.values())
+    return found
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+async def test_boxes_with_some_layers_each_give_the_tokens_of_one_box(
+    store: Path, expected: dict[str, list[int]], tmp_path: Path, count: int
+) -> None:
+    boxes, split = Boxes(), SPLITS[count]
+    async with AsyncExitStack() as opened:
+        for node in "cba"[3 - count :]:
+            kv_bytes = TIGHT_BYTES if node == "a" else 2 << 20
+            child, key = await opened.enter_async_context(worker(node, store, tmp_path, split, kv_bytes))
+            await boxes.add(node, child, key)
+        boxes.introduce()
+        for node, child in boxes.children.items():
+            ready = await child.next_message(Ready, START_S)
+            assert ready.takes_requests == (node == "a")
+        a = boxes.children["a"]
+        submit(a, PROMPTS)
+        found, ends = await answers(a, PROMPTS)
+        assert found == expected
+        assert {end.finish for end in ends} == {"length"}
+        await counted(a, named(names.PREEMPTIONS, way="recompute"))
+        await counted(a, named(names.STAGE_STEPS, peer="b"))
+        assert (await answers(again(a, 2), ["r77"]))[0]["r77"] == expected["r77"]
+        again(a, 3)
+        assert (await a.next_message(Emissions)).items[0].cached_tokens >= 64, "the prompt is cached here and there"
+        for node, child in boxes.children.items():
+            if node != "a":
+                await counted(child, names.STAGE_STEPS_SERVED)
+
+
+async def test_a_stage_that_is_killed_and_started_again_costs_no_token(
+    store: Path, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    boxes, split = Boxes(), SPLITS[2]
+    async with AsyncExitStack() as opened:
+        for node, kv_bytes in (("b", 2 << 20), ("a", 1 << 20)):
+            await boxes.add(node, *await opened.enter_async_context(worker(node, store, tmp_path, split, kv_bytes)))
+        boxes.introduce()
+        a, first = boxes.children["a"], boxes.children["b"]
+        await a.next_message(Ready, START_S)
+        submit(a, PROMPTS)
+        begun, ends = await answers(a, PROMPTS, until=40)
+        assert not ends
+        first.process.kill()
+        await first.process.wait()
+        await boxes.add("b", *await opened.enter_async_context(worker("b", store, tmp_path, split)))
+        boxes.introduce()
+        rest: dict[str, list[int]] = {name: list(tokens) for name, tokens in begun.items()}
+        while not all(len(tokens) == TOKENS for tokens in rest.values()):
+            for item in (await a.next_message(Emissions)).items:
+                if item.token is not None:
+                    assert item.index == len(rest[item.request])
+                    rest[item.request].append(item.token)
+        assert rest == expected
+        boxes.children["b"].process.kill()
+        submit(a, ["r40"], attempt=2, seconds=3.0)
+        _, (end,) = await answers(a, ["r40"])
+        assert (end.finish, end.error_code) == ("error", "stage_unavailable")
+        assert "layers 1 to 2 of the model are held by b, which does not answer" in end.error
