@@ -19,6 +19,7 @@ from support.front_kit import SCRIPTED, http_client, settings_for
 from support.waiting import until
 
 from edgemoe.api.app import build
+from edgemoe.api.queries import EMBEDDINGS
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import daemon
 from edgemoe.cli.status_command import render, take_snapshot
@@ -39,10 +40,11 @@ WITHOUT_ENGINE = {  # paths that are answered without an engine
     "/reach",
     "/reload",
     "/events",
-    "/v1/embeddings",
+    *EMBEDDINGS,
 }
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/chat/completions/input_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
     "/v1/responses/input_tokens": {"input": "x"},
