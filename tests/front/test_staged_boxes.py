@@ -25,11 +25,16 @@ class Served(NamedTuple):
     oracle: Oracle
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen3_moe", "gpt_oss"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[("qwen3_moe", "a:0-0 b:1-2"), ("gpt_oss", "a:0-1 b:2-2")],
+    ids=["qwen3_moe", "gpt_oss"],
+)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """Two boxes that are ready: a has the first layer of three, and keys and values are divided by default."""
-    folder = tmp_path_factory.mktemp("x")
-    checkpoint = talking_checkpoint(request.param, folder / "hf", stacked=True)
+    """Two boxes that are ready, and have keys and values by default; gpt_oss's layer that sees all tokens is a's."""
+    folder, (family, stages) = tmp_path_factory.mktemp("x"), request.param
+    checkpoint = talking_checkpoint(family, folder / "hf", stacked=True)
     store = ensure_store(checkpoint, folder / "stores")
     a, b = make_boxes(
         folder,
@@ -38,7 +43,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         model={"name": "tiny", "store_dir": str(STORES)},
         engine={"threads": 1, "step_tokens": 32},
         service={"max_restarts": 50, "drain_s": 2.0},
-        cluster={"leader": "a", "stages": "a:0-0 b:1-2"},
+        cluster={"leader": "a", "stages": stages},
     )
     a.start()
     b.start()
