@@ -98,17 +98,8 @@ class Child:
 
 
 @asynccontextmanager
-async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
-    """Runs a worker with RAM for half of the experts and a device for a quarter."""
-    wire = IpcServer(runtime)
-    settings = Settings(
-        model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
-        memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),
-        device=(DeviceSettings(kind="emulated", expert_bytes=4 * EXPERT_BYTES, link_bytes_per_s=1e10),),
-        engine=EngineSettings(threads=1, max_sequences=4, max_queue=5),
-        record=RecordSettings(dir=str(runtime / "routes")),
-        log=LogSettings(level="warning"),
-    )
+async def started(settings: Settings, wire: IpcServer) -> AsyncIterator[Child]:
+    """Runs a worker with these settings, and closes the front's end of its wire behind it."""
     boot_id, values = secrets.token_hex(8), msgspec.to_builtins(settings)
     boot = Boot(boot_id=boot_id, address=wire.address, speaks=PROTOCOL_VERSIONS, settings=values)
     command = (sys.executable, "-m", "edgemoe.worker")
@@ -123,6 +114,22 @@ async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
             process.kill()
             await process.wait()
         wire.close()
+
+
+@asynccontextmanager
+async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
+    """Runs a worker with RAM for half of the experts and a device for a quarter."""
+    wire = IpcServer(runtime)
+    settings = Settings(
+        model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
+        memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),
+        device=(DeviceSettings(kind="emulated", expert_bytes=4 * EXPERT_BYTES, link_bytes_per_s=1e10),),
+        engine=EngineSettings(threads=1, max_sequences=4, max_queue=5),
+        record=RecordSettings(dir=str(runtime / "routes")),
+        log=LogSettings(level="warning"),
+    )
+    async with started(settings, wire) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
-from test_worker import EXPERT_BYTES, START_S, Child
+from test_worker import EXPERT_BYTES, START_S, Child, started
 
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import (
@@ -27,7 +24,6 @@ from edgemoe.config.settings import (
 )
 from edgemoe.ipc.engine_socket import IpcServer
 from edgemoe.ipc.messages import (
-    Boot,
     Cancel,
     ChannelsOpened,
     ExpertActivity,
@@ -49,7 +45,6 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.request import Request, Sampling
-from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 SIZES = ModelSizes(LAYERS, EXPERTS)
@@ -76,24 +71,8 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
             node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3, route="eldr"
         ),
     )
-    boot = Boot(
-        boot_id=secrets.token_hex(8),
-        address=wire.address,
-        speaks=PROTOCOL_VERSIONS,
-        settings=msgspec.to_builtins(settings),
-    )
-    command = (sys.executable, "-m", "edgemoe.worker")
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(boot))
-    process.stdin.close()
-    try:
-        yield Child(process, wire, boot.boot_id), key
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        wire.close()
+    async with started(settings, wire) as child:
+        yield child, key
 
 
 def engine(node: str, ports: ChannelsOpened) -> PeerEngine:

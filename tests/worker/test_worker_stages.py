@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
 from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
-from test_worker import EXPERT_BYTES, START_S, Child
+from test_worker import EXPERT_BYTES, START_S, Child, started
 
 from edgemoe.cluster.rpc.keys import Secret, generate, load_secret
 from edgemoe.config.settings import (
@@ -26,12 +23,11 @@ from edgemoe.config.settings import (
     Settings,
 )
 from edgemoe.ipc.engine_socket import IpcServer
-from edgemoe.ipc.messages import Boot, ChannelsOpened, Emissions, PeerEngine, PeerList, Ready, Stats, Submit
+from edgemoe.ipc.messages import ChannelsOpened, Emissions, PeerEngine, PeerList, Ready, Stats, Submit
 from edgemoe.store.packer import pack
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import Emission, Request, Sampling
-from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SPLITS = {2: "a:0-0 b:1-2", 3: "a:0-0 b:1-1 c:2-2"}
@@ -58,24 +54,8 @@ async def worker(
         log=LogSettings(level="error"),
         cluster=cluster if stages else ClusterSettings(),
     )
-    boot = Boot(
-        boot_id=secrets.token_hex(8),
-        address=wire.address,
-        speaks=PROTOCOL_VERSIONS,
-        settings=msgspec.to_builtins(settings),
-    )
-    command = (sys.executable, "-m", "edgemoe.worker")
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(boot))
-    process.stdin.close()
-    try:
-        yield Child(process, wire, boot.boot_id), key
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        wire.close()
+    async with started(settings, wire) as child:
+        yield child, key
 
 
 def submit(child: Child, names: Iterable[str], tokens: int = TOKENS, attempt: int = 1, seconds: float = 60.0) -> None:
