@@ -1,6 +1,6 @@
 """Runs the kernels for experts of few tokens in Triton's interpreter; prints how far they are off as JSON.
 
-Each encoding has one of the sizes and activations by turns, or with the word `all` each of them.
+The words are the encodings. Each has one of the sizes and activations by turns, or with the word `all` each of them.
 A program of its own: whether Triton compiles or interprets is settled when it is imported.
 """
 
@@ -24,6 +24,7 @@ from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
 from support.fake_gpu import no_order
+from support.interpreter import prepare_interpreter
 from support.packed_experts import far, slab_of, work
 
 SWIGLU, GELU, RELU2 = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh"), Activation("relu2")
@@ -62,9 +63,12 @@ def error(geometry: ExpertGeometry, tokens: int) -> float:
 
 
 if __name__ == "__main__":
+    prepare_interpreter()
     experts_decode.GATES, experts_decode.OUTPUTS = 64, 128  # few programs, which are interpreted one after the other
     errors = {}
     for number, (kind, encoding) in enumerate((name, ENCODINGS[name]) for name in KINDS):
+        if kind not in sys.argv:
+            continue
         made = MADE if "all" in sys.argv else MADE[number % len(MADE) :][:1]
         errors[kind] = [
             error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (kind,)), tokens)

@@ -24,12 +24,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpreterBuilder
 
 from edgemoe.kernels.gpu import decode_attention, decode_dense, decode_latent, experts_decode
 from edgemoe.model import graphed
 from edgemoe.model.graphed import DecodeRows, GraphedDecoder
-from support.interpreted import widened
+from support.interpreter import prepare_interpreter
 from support.slotted_experts import EachTwice, SlottedExperts
 from support.tiny_models import FAMILIES, SIZES, Session, Tiny, load_tiny
 
@@ -111,7 +110,7 @@ def main() -> None:
     decode_attention.PROGRAMS, decode_dense.PER_PROGRAM = 8, 64  # few programs, interpreted one after the other
     decode_latent.PER_PROGRAM = 64
     experts_decode.GATES, experts_decode.OUTPUTS = 64, 64
-    InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
+    prepare_interpreter()
     dtype, found = getattr(torch, sys.argv[1]), {}
     for case in sys.argv[2:]:
         family, _, rest = case.partition(" ")
