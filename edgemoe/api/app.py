@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from edgemoe.api import lm_studio_queries, ollama_queries, queries
+from edgemoe.api import lm_studio_queries, ollama_queries, peer_queries, queries
 from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.endpoints import anthropic, completions, llama_infill, lm_studio, ollama, responses
 from edgemoe.api.endpoints import chat_completions as chat
@@ -38,7 +38,7 @@ def build(api: Api) -> Starlette:
         *_ollama_routes(),
         *_llama_routes(),
         *_lm_studio_routes(),
-        Route("/props", queries.props),
+        *_peer_routes(),
         Route("/reload", queries.reload, methods=["POST"]),
         Route("/cluster", queries.members),
         Route("/cluster", queries.change_members, methods=["POST"]),
@@ -77,6 +77,21 @@ def _llama_routes() -> list[Route]:
         Route("/v1/chat/completions/input_tokens", queries.count_chat_tokens, methods=["POST"]),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
         Route("/detokenize", queries.detokenize, methods=["POST"]),
+    ]
+
+
+def _peer_routes() -> list[Route]:
+    return [
+        Route("/props", peer_queries.props),
+        Route("/slots", peer_queries.slots),
+        Route("/lora-adapters", peer_queries.adapters),
+        Route("/ping", peer_queries.ping, methods=["GET", "POST"]),
+        Route("/load", peer_queries.load),
+        Route("/is_sleeping", peer_queries.is_sleeping),
+        Route("/get_model_info", peer_queries.model_info),
+        Route("/model_info", peer_queries.model_info),
+        Route("/info", peer_queries.model_info),
+        Route("/lmstudio-greeting", peer_queries.greet),
     ]
 
 

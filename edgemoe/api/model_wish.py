@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -40,24 +41,30 @@ class _Named(msgspec.Struct):
     name: str | None = None  # an earlier name of `model` in Ollama's API
     stream: msgspec.Raw = NOTHING
     extra_body: msgspec.Raw = NOTHING
+    ttl: Any = None  # LM Studio's, seconds
+    keep_alive: Any = None  # Ollama's
 
 
 class _Kept(_Named):
-    keep_alive: float | str | None = None
     messages: msgspec.Raw = NOTHING
     prompt: msgspec.Raw = NOTHING
     suffix: msgspec.Raw = NOTHING
 
 
 def read_wish(raw: bytes) -> ModelWish:
-    """Returns the model that a body names; none of a body that is no object, which its endpoint refuses."""
+    """Returns the model that a body names; none of a body that is no object, which its endpoint refuses.
+
+    Raises InvalidRequest for a wrong duration.
+    """
     try:
         body = msgspec.json.decode(raw, type=_Named)
         more = msgspec.json.decode(body.extra_body, type=_Named) if bytes(body.extra_body)[:1] == b"{" else _Named()
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return NO_WISH
     stream, models = bytes(body.stream) or bytes(more.stream), bytes(body.models) or bytes(more.models)
-    return ModelWish(body.model or more.model, is_stream=bare_scalar(stream) == b"true", others=_others(models))
+    kept = ((name, getattr(one, name)) for one in (body, more) for name in ("ttl", "keep_alive"))
+    keep_s = next((seconds_of(value, name) for name, value in kept if value is not None), None)
+    return ModelWish(body.model or more.model, keep_s, is_stream=bare_scalar(stream) == b"true", others=_others(models))
 
 
 def _others(raw: bytes) -> tuple[str, ...]:
@@ -80,16 +87,16 @@ def read_ollama_wish(raw: bytes) -> ModelWish:
     return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0, is_stream=is_stream)
 
 
-def seconds_of(keep_alive: float | str) -> float:
-    """Returns the seconds of a `keep_alive`; -1 of any negative one. Raises InvalidRequest."""
+def seconds_of(keep_alive: Any, name: str = "keep_alive") -> float:
+    """Returns the seconds of a `keep_alive`; -1 of any negative one. Raises InvalidRequest, naming the field."""
     if isinstance(keep_alive, float | int):
         return float(keep_alive) if keep_alive >= 0 else -1.0
-    text = keep_alive.strip()[:LONGEST_CHARS]
+    text = str(keep_alive).strip()[:LONGEST_CHARS]
     plain = text.removeprefix("-")
     if NUMBER.fullmatch(plain):
         seconds = float(plain)
     elif DURATION.fullmatch(plain):
         seconds = sum(float(number) * UNITS_S[unit] for number, unit in PART.findall(plain))
     else:
-        raise InvalidRequest('keep_alive: write seconds, or a duration as in "5m" or "1h30m"', param="keep_alive")
+        raise InvalidRequest(f'{name}: write seconds, or a duration as in "5m" or "1h30m"', param=name)
     return -1.0 if text.startswith("-") and seconds else seconds

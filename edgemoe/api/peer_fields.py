@@ -104,8 +104,11 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
     for name, sentinels in SENTINELS.items():
         if name in own and decoded(fields.get(name, NULL)) in sentinels:
             fields[name] = ALL_TOKENS if name == "max_tokens" else NULL
-    if "logit_bias" in own and fields.get("logit_bias", NULL)[:1] == b"[":
-        fields["logit_bias"] = encoded(_bias_pairs(fields["logit_bias"]))
+    if "text_bias" in own:
+        fields.pop("text_bias", None)  # not a client's field
+        clients |= _read_biases(fields)
+    if "prompt" in own and fields.get("prompt", NULL)[:1] == b"{":
+        _read_prompt_object(fields)
     if "logprobs" in own:
         _read_logprobs(fields, own)
     if "include_reasoning" in own:
@@ -138,7 +141,8 @@ def _is_absent(fields: Fields, name: str) -> bool:
     return fields.get(name, NULL) == NULL
 
 
-MAX_BIASES = 4096
+MAX_BIASES, MAX_TEXT_BIASES = 4096, 256
+TOKEN_ID = re.compile(r"\s*\d+\s*")
 
 
 # --- whole numbers ------------------------------------------------------------------------------------------------
@@ -204,19 +208,39 @@ SCALAR = re.compile(rb"-?(?:0|[1-9]\d*)(?:\.\d+)?|true|false")
 # --- log probabilities and biases ---------------------------------------------------------------------------------
 
 
-def _bias_pairs(raw: bytes) -> dict[str, float]:
-    """Returns llama.cpp's list of [token, bias] as OpenAI's object; a bias `false` forbids the token."""
-    pairs: Any = msgspec.json.decode(raw)
+def _read_biases(fields: Fields) -> dict[str, str]:
+    """Reads biases of texts, and llama.cpp's list of [token or text, bias]. Returns new names with the client's.
+
+    A bias `false` forbids the token. Raises InvalidRequest.
+    """
+    raw = fields.get("logit_bias", NULL)
+    if raw[:1] not in (b"[", b"{"):
+        return {}
+    given: Any = msgspec.json.decode(raw)
+    pairs: list[Any] = given[: MAX_BIASES + 1] if isinstance(given, list) else [*map(list, given.items())]
     biases: dict[str, float] = {}
-    for at, pair in enumerate(pairs[: MAX_BIASES + 1]):
+    texts: dict[str, float] = {}
+    for at, pair in enumerate(pairs):
         where = f"logit_bias[{at}]"
-        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
-            raise InvalidRequest(f"{where}: give [token id, bias]", param=where, code="invalid_type")
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (int, str):
+            raise InvalidRequest(f"{where}: give [token id or text, bias]", param=where, code="invalid_type")
         token, bias = pair
         if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float)):
             raise InvalidRequest(f"{where}: a bias is a number, or false", param=where, code="invalid_type")
-        biases[str(token)] = -100.0 if bias is False else float(bias)
-    return biases
+        is_text = isinstance(token, str) and not TOKEN_ID.fullmatch(token)
+        (texts if is_text else biases)[str(token)] = -100.0 if bias is False else float(bias)
+    fields["logit_bias"], fields["text_bias"] = encoded(biases), encoded(texts)
+    return {"text_bias": "logit_bias"}
+
+
+def _read_prompt_object(fields: Fields) -> None:
+    """Reads llama.cpp's prompt with media as its text, if it has none. Raises InvalidRequest."""
+    given: Any = msgspec.json.decode(fields["prompt"])
+    if not isinstance(text := given.get("prompt_string"), str):
+        return
+    if given.get("multimodal_data"):
+        raise InvalidRequest("prompt.multimodal_data: models here read text only", param="prompt.multimodal_data")
+    fields["prompt"] = encoded(text)
 
 
 def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:

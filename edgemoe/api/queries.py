@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 import edgemoe
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.endpoints.chat_completions import offered_tools, render, tokenize_prompt
-from edgemoe.api.generate.generation import ANY_MODEL, RequestContext, check_ids, encode_counted
+from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
+from edgemoe.api.generate.request_limits import check_ids, encode_counted
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.distant_answer import collected, forwarded_body
 from edgemoe.api.metrics import CONTENT_TYPE
@@ -87,6 +88,7 @@ def _model_card(model: ListedModel) -> Json:
         "created_at": datetime.fromtimestamp(_STARTED, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "edgemoe",
         **dict.fromkeys(CONTEXT_FIELDS, model.context_tokens),
+        "meta": {"n_ctx": model.context_tokens, "n_ctx_train": model.context_tokens},  # llama.cpp's
         "type": "llm",
         "state": STATES.get(model.state, "loaded"),
         "capabilities": can + ["tool_use"] * ("tools" in can),
@@ -246,23 +248,6 @@ async def version(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """Answers GET /tokenizer_info with the tokenizer's configuration, chat template and dialect."""
     return JSONResponse(_api(request).text.about())
-
-
-async def props(request: Request) -> Response:
-    """Answers llama.cpp's GET /props."""
-    api = _api(request)
-    info, limits = await api.backend.model()
-    template = api.text.template
-    return JSONResponse(
-        {
-            "default_generation_settings": {"n_ctx": limits.context_tokens, "params": dict(api.text.defaults)},
-            "model_path": info.id,
-            "model_alias": info.id,
-            "modalities": {"vision": False, "audio": False},
-            "chat_template": template.source if template is not None else "",
-            "build_info": f"edgemoe-{edgemoe.__version__}",
-        }
-    )
 
 
 async def health(request: Request) -> Response:

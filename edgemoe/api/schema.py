@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from edgemoe.api.field_names import FieldNames
-from edgemoe.api.peer_fields import bare_scalar, read_peer_fields, unwrap_extra_body
+from edgemoe.api.peer_fields import MAX_BIASES, MAX_TEXT_BIASES, bare_scalar, read_peer_fields, unwrap_extra_body
 from edgemoe.api.schema_forms import object_schema
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS, Repetition
@@ -31,6 +31,8 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 Limit = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+BiasText = Annotated[str, Meta(min_length=1, max_length=256)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 ChoiceCount = Annotated[int, Meta(ge=1, le=128)]
 StopText = Annotated[str, Meta(max_length=1024)]
@@ -132,7 +134,8 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    text_bias: Annotated[dict[BiasText, Bias], Meta(max_length=MAX_TEXT_BIASES)] | None = None  # of its texts
     max_tokens: Limit | None = None
     min_tokens: Tokens | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -304,7 +307,7 @@ class Chat(RequestBody, frozen=True, kw_only=True):
 class Completion(RequestBody, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | TokenId | list[str | TokenId]], Meta(min_length=1)]
     max_tokens: Tokens | None = None
     suffix: str | None = None
     echo: bool | None = None

@@ -12,6 +12,15 @@ import msgspec
 
 TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 ANY_TYPE = ("any", "")
+TYPES_OF_LANGUAGES = {  # that models' and programs' own words for types mean
+    **dict.fromkeys(("int", "int32", "int64", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal"), "number"),
+    **dict.fromkeys(("str", "text"), "string"),
+    "bool": "boolean",
+    **dict.fromkeys(("list", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map", "struct"), "object"),
+    **dict.fromkeys(("none", "nil"), "null"),
+}
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # values: {name: schema}
 OF_SCHEMAS = (  # values: a schema, or a list of them
     *("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "unevaluatedItems", "contains"),
@@ -72,5 +81,5 @@ def _types(given: Any) -> Any:
         return None if None in found else found
     if not isinstance(given, str) or given in TYPES:
         return given
-    lower = given.lower()
+    lower = TYPES_OF_LANGUAGES.get(given.lower(), given.lower())
     return None if lower in ANY_TYPE else lower if lower in TYPES else given

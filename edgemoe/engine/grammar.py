@@ -6,6 +6,8 @@ process (`GrammarTrial`). Time and memory of the later masks are bounded here.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 import weakref
@@ -19,11 +21,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from edgemoe.errors import InvalidRequest
 from edgemoe.helper.turns import FairTurns
+from edgemoe.types.grammar_faults import fault_in_words
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial
 
 # Compiled grammars that are kept for the next request: apps send the same schema again and again.
 CACHED, CACHED_BYTES = 64, 96 << 20
 THREADS, EACH = 2, 1  # that compile, and of one principal's
+NICENESS = 10  # of these threads: steps come first
 MASKS_S, MASK_S = 1.0, 0.02  # processor time for the masks of one request: a fixed part, and a part for each token
 BUDGET_BYTES = 512 << 20  # of all compiled grammars, grammars of running requests included
 LEAST_BYTES = 1 << 20  # of a compiled grammar
@@ -96,7 +100,15 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be followed: {_reason(self._matcher)}", code="invalid_grammar")
+            raise InvalidRequest(
+                f"the grammar cannot be followed: {fault_in_words(self._matcher.get_error())}", code="invalid_grammar"
+            )
+
+
+def _yield_to_steps() -> None:
+    """Lowers the priority of the calling thread, which on Linux is one of its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class CompileJob:
@@ -112,7 +124,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._threads = ThreadPoolExecutor(THREADS, "grammar", _yield_to_steps)
         self._turns: FairTurns[CompileJob] = FairTurns(THREADS, EACH)
         self._lock = threading.Lock()  # guards the turns and the fields below
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
@@ -184,7 +196,9 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> LLMatcher:
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if compiled.is_error():
-            raise InvalidRequest(f"the grammar is not valid: {_reason(compiled)}", code="invalid_grammar")
+            raise InvalidRequest(
+                f"the grammar is not valid: {fault_in_words(compiled.get_error())}", code="invalid_grammar"
+            )
         return compiled
 
     def _on_growth(self, grammar: CompiledGrammar) -> None:
@@ -199,8 +213,3 @@ class GrammarCompiler:
             f"may take {BUDGET_BYTES >> 20}; simplify the schema",
             code="invalid_grammar",
         )
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """Returns the matcher's error without the parser's state that follows it."""
-    return str(matcher.get_error()).partition("\n")[0]

@@ -15,7 +15,7 @@ MEMORY = 0.9  # weight of the past at each new step of a size
 GROWTH = 0.5  # of a step's duration with the logarithm of its tokens, until two sizes are known
 # By tokens; a step counts for the largest size that is not above it.
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-STEPS_OF_OTHERS = 256  # that earn a principal a step beyond the bound
+STEPS_OF_OTHERS = 512  # that earn a principal a step beyond the bound
 
 
 class StepPrices:

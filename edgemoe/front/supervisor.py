@@ -219,6 +219,7 @@ class Supervisor:
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
                 "live": len(self.requests),
+                "slots": self.requests.machine.slots,
                 "capacity": self.requests.machine.room,
                 "capacity_per_principal": self.requests.machine.capacity_per_principal,
                 "capacity_per_user": self.requests.machine.capacity_per_user,

@@ -18,6 +18,7 @@ from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.lm_studio import LmStudioChat
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
 from edgemoe.api.endpoints.responses import ResponsesBody
+from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.model_wish import read_ollama_wish, read_wish
 from edgemoe.api.schema import REFUSED, Chat, Completion, Infill, LlamaCompletion, Tokenize, read
 from edgemoe.errors import InvalidRequest
@@ -445,3 +446,113 @@ async def test_reasoning_of_a_response_is_a_word_a_switch_or_an_object(http: htt
 
     is_off = value in ("off", False) and value is not None
     assert (await count({"reasoning": value}) > await count({})) == is_off
+
+
+# --- texts among numbers -------------------------------------------------------------------------------------------
+
+PROMPTS = [(span, meaning) for cell, meaning in rows("prompt of a completion | is") for span in spans(cell)]
+
+
+@pytest.mark.parametrize(("span", "meaning"), PROMPTS)
+async def test_a_prompt_may_mix_texts_and_ids(http: httpx.AsyncClient, span: str, meaning: str) -> None:
+    asked = fields(span) | {"max_tokens": 1}
+    answer = await http.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    count = 2 if meaning.startswith("two") else 1
+    assert len(answer.json()["choices"]) == count
+    alone = await http.post("/completion", json=asked)
+    assert alone.status_code == (200 if count == 1 else 400), alone.text
+
+
+async def test_the_parts_of_a_mixed_prompt_stand_behind_each_other(http: httpx.AsyncClient) -> None:
+    async def prompt(given: Any) -> str:
+        asked = {"prompt": given, "echo": True, "max_tokens": 1}
+        return str((await http.post("/v1/completions", json=asked)).json()["choices"][0]["text"])
+
+    ids = (await http.post("/tokenize", json={"prompt": "SAY{x", "add_special_tokens": False})).json()["tokens"]
+    assert (await prompt([*ids, "y z", *ids[:1], "}END"])).startswith("SAY{xy z")
+    refused = await http.post("/v1/completions", json={"prompt": [10**9, "x"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt[0]")
+    media = {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}}
+    assert (await http.post("/completion", json=media)).json()["error"]["param"] == "prompt.multimodal_data"
+
+
+@pytest.mark.parametrize(
+    "form", [{"Hello": -3, "65": 2}, [["Hello", -3], [65, 2]], [["Hello", -3], ["65", 2]]], ids=str
+)
+async def test_a_bias_of_a_text_is_that_of_its_tokens(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    seen: list[dict[int, float]] = []
+    made = RequestContext.engine_requests
+
+    def engine_requests(self: RequestContext, *args: Any) -> Any:
+        found = made(self, *args)
+        seen.extend(dict(one.sampling.logit_bias) for one in found)
+        return found
+
+    monkeypatch.setattr(RequestContext, "engine_requests", engine_requests)
+    ids = (await http.post("/tokenize", json={"prompt": "Hello", "add_special_tokens": False})).json()["tokens"]
+    for path, body in BODIES.items():
+        answer = await http.post(path, json=body | {"logit_bias": form})
+        assert answer.status_code == 200, answer.text
+        assert seen.pop() == dict.fromkeys(ids, -3.0) | {65: 2.0}
+    many = {f"word {at}": 1 for at in range(257)}
+    answer = await http.post("/v1/chat/completions", json={"messages": SAID, "logit_bias": many})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("more", "kept_s"),
+    [
+        *(({}, None), ({"ttl": 300}, 300), ({"ttl": "60"}, 60), ({"keep_alive": "5m"}, 300)),
+        *(({"keep_alive": -1}, -1), ({"extra_body": {"ttl": 7}}, 7)),
+    ],
+    ids=str,
+)
+async def test_a_model_stays_loaded_as_long_as_any_api_asks(more: dict[str, Any], kept_s: float | None) -> None:
+    assert read_wish(json.dumps({"model": "tiny", **more}).encode()).keep_s == kept_s
+
+
+@pytest.mark.parametrize("value", ["soon", [1], {}])
+async def test_a_wrong_time_to_stay_is_refused_by_name(http: httpx.AsyncClient, value: Any) -> None:
+    answer = await http.post("/v1/chat/completions", json={"messages": SAID, "ttl": value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ttl")
+
+
+# --- schemas that cannot be enforced --------------------------------------------------------------------------------
+
+ODD = [
+    {"type": "object", "properties": {"x": {"type": "file"}}, "required": ["x"]},
+    {"type": "object", "properties": {"x": {"$ref": "http://example.org/y"}}},
+    {"type": "object", "$schema": "https://example.org/dialect", "properties": {"x": {"type": "int"}}},
+    {"type": "object", "properties": {"x": {"type": ["string", "blob"]}}},
+]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+@pytest.mark.parametrize("schema", ODD, ids=str)
+async def test_a_function_whose_schema_cannot_be_enforced_may_be_required(
+    http: httpx.AsyncClient, schema: Any, choice: Any
+) -> None:
+    said = 'SAY{<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>}END'
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {"messages": [{"role": "user", "content": said}], "tools": [tool], "tool_choice": choice}
+    answer = await http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_ten_thousand_choices_are_followed_and_too_many_optional_properties_refused(
+    http: httpx.AsyncClient,
+) -> None:
+    words = [f"word {at}" for at in range(10_000)]
+    asked = {"messages": [{"role": "user", "content": "SAY{word 77}END"}], "guided_choice": words}
+    answer = await http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    for many, status in ((480, 200), (481, 400)):
+        listed = {f"p{at}": {"type": "string"} for at in range(many)}
+        schema = {"type": "object", "properties": {"a": {"type": "object", "properties": listed}}, "required": ["a"]}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        answer = await http.post("/v1/chat/completions", json={"messages": SAID, "response_format": form})
+        assert answer.status_code == status, answer.text
+    assert "481 that may be missing, more than the 480 allowed" in answer.text

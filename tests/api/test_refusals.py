@@ -46,7 +46,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": MESSAGES, "min_tokens": 9, "max_tokens": 2}, "min_tokens"),
     (CHAT, {"messages": MESSAGES, "seed": 2**70}, "seed"),
     (CHAT, {"messages": MESSAGES, "stop": ["x"] * 17}, "stop"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"x": "much"}}, "logit_bias[0]"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"99999": 1}}, "logit_bias"),
     (CHAT, {"messages": MESSAGES, "stop_token_ids": [99999]}, "stop_token_ids"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
@@ -61,7 +61,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [[65]] * 1024, "n": 128}, "n"),  # before 131,072 choices are made
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": ""}, "prompt"),
-    (TEXT, {"prompt": [1, "two"]}, "prompt"),
+    (TEXT, {"prompt": [1, [2]]}, "prompt"),
     (TEXT, {"prompt": [99999]}, "prompt[0]"),
     (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),

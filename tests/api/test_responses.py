@@ -235,3 +235,36 @@ async def test_requests_for_stored_responses_or_more_than_text_are_refused(
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.create(**{"model": "tiny", "input": "x", **fields})
     assert refused.value.param == param
+
+
+LOGPROBS: list[Any] = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize("asked", [{"include": LOGPROBS}, {"top_logprobs": 2, "include": LOGPROBS}], ids=str)
+async def test_the_text_of_a_response_has_the_log_probabilities_of_its_own_tokens(
+    client: openai.AsyncOpenAI, asked: dict[str, Any]
+) -> None:
+    whole = await client.responses.create(model="tiny", input=THOUGHT, **asked)
+    part = whole.output[1].content[0]  # type: ignore[union-attr]
+    shown = part.logprobs  # type: ignore[union-attr]
+    raw = b"".join(bytes(one.bytes) for one in shown)
+    assert raw.decode().strip() == "Hello Köln"
+    assert all(len(one.top_logprobs) == asked.get("top_logprobs", 0) for one in shown)
+    assert all(one.logprob <= 0 for one in shown)
+    async with client.responses.stream(model="tiny", input=THOUGHT, **asked) as stream:
+        events = [event async for event in stream]
+    parts = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert [one.logprob for one in parts] == [one.logprob for one in done.logprobs] == [one.logprob for one in shown]
+
+
+async def test_a_response_has_no_log_probabilities_unless_they_are_asked_for(client: openai.AsyncOpenAI) -> None:
+    whole = await client.responses.create(model="tiny", input=THOUGHT)
+    assert whole.output[1].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+async def test_calls_leave_the_log_probabilities_of_the_text_alone(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"include": LOGPROBS, "tools": [TOOL]}
+    message, _ = (await client.responses.create(model="tiny", input=CALL, **asked)).output
+    shown = message.content[0].logprobs  # type: ignore[union-attr]
+    assert b"".join(bytes(one.bytes) for one in shown).decode().strip() == "Wait."

@@ -21,10 +21,8 @@ from edgemoe.api.generate.generation import (
     PreparedAnswer,
     RequestContext,
     TokenizedPrompt,
-    encode_counted,
-    output_tokens,
-    sampling,
 )
+from edgemoe.api.generate.request_limits import encode_counted, output_tokens, sampling
 from edgemoe.api.peer_fields import FUNCTIONS
 from edgemoe.api.schema import Chat, NamedTool, Tool, read_named, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template

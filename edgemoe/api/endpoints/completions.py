@@ -15,10 +15,8 @@ from edgemoe.api.generate.generation import (
     PreparedAnswer,
     RequestContext,
     TokenizedPrompt,
-    check_ids,
-    output_tokens,
-    sampling,
 )
+from edgemoe.api.generate.request_limits import check_ids, output_tokens, sampling
 from edgemoe.api.schema import Completion, read_named, stop_strings
 from edgemoe.api.text.infill import InfillMarks, infill_marks
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel
@@ -108,29 +106,44 @@ def with_stops(body: Completion, marks: InfillMarks, text: TextModel) -> Complet
     return structs.replace(body, stop_token_ids=[*(body.stop_token_ids or ()), *ends])
 
 
-def prompts(
-    prompt: str | list[str | int | list[int]], text: TextModel, limits: RequestLimits, special: bool
-) -> list[list[int]]:
+Prompt = str | int | list[str | int]
+
+
+def prompts(prompt: str | list[Prompt], text: TextModel, limits: RequestLimits, special: bool) -> list[list[int]]:
     """Returns token ids of each prompt, a text's with `special` tokens around it. Raises InvalidRequest.
 
-    `prompt` is a string, a list of strings, a list of ids, or a list of lists of ids.
+    `prompt` is a text, a list of texts, a list of ids, or a list of lists of ids. A list of ids may have texts, too:
+    special tokens are added around the first part only.
     """
     if isinstance(prompt, str):
         prompt = [prompt]
-    if all(isinstance(one, int) for one in prompt):
-        prompt = [[one for one in prompt if isinstance(one, int)]]
+    if any(isinstance(one, int) for one in prompt):
+        prompt = [[one for one in prompt if isinstance(one, int | str)]] if is_one_prompt(prompt) else prompt
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at a time", param="prompt")
     return [_one(one, at, text, limits, special) for at, one in enumerate(prompt)]
 
 
-def _one(prompt: str | int | list[int], at: int, text: TextModel, limits: RequestLimits, special: bool) -> list[int]:
+def is_one_prompt(prompt: list[Prompt]) -> bool:
+    """Returns whether a list is one prompt of ids, and perhaps texts."""
+    return all(isinstance(one, int | str) for one in prompt) and any(isinstance(one, int) for one in prompt)
+
+
+def _one(prompt: Prompt, at: int, text: TextModel, limits: RequestLimits, special: bool) -> list[int]:
     if isinstance(prompt, str):
         return text.encode(prompt, add_special_tokens=special, most_tokens=limits.context_tokens)
     if isinstance(prompt, int):
         raise InvalidRequest(f"prompt[{at}]: a list of prompts holds texts or lists of token ids", param="prompt")
-    check_ids(prompt, limits.vocab, f"prompt[{at}]")
-    return prompt
+    check_ids([one for one in prompt if isinstance(one, int)], limits.vocab, f"prompt[{at}]")
+    if sum(isinstance(one, str) for one in prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt[{at}]: at most {MAX_PROMPTS} texts among the ids", param="prompt")
+    ids: list[int] = []
+    for part, one in enumerate(prompt):
+        if isinstance(one, int):
+            ids.append(one)
+        elif len(ids) <= limits.context_tokens:  # else it is refused as too long
+            ids += text.encode(one, add_special_tokens=special and not part, most_tokens=limits.context_tokens)
+    return ids
 
 
 class CompletionFormat(OpenAIFormat):

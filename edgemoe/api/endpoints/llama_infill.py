@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import structs
 
-from edgemoe.api.endpoints.completions import completion_generation, marks_of, with_stops
+from edgemoe.api.endpoints.completions import completion_generation, is_one_prompt, marks_of, with_stops
 from edgemoe.api.endpoints.openai_format import logprob_of
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
@@ -44,15 +44,12 @@ def prepare_completion(context: RequestContext, raw: bytes) -> PreparedAnswer:
     """Decodes a body of POST /completion and prepares its generation. Raises InvalidRequest."""
     body, fields = read_named(raw, LlamaCompletion)
     with fields.renamed():
-        prompt: str | Sequence[str | int | list[int]] = body.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]  # a list of prompts, of which there is one
-        if not isinstance(prompt, str) and not (prompt and all(type(one) is int for one in prompt)):
-            raise InvalidRequest("prompt: give one text, or one list of token ids", param="prompt")
+        if isinstance(body.prompt, list) and len(body.prompt) > 1 and not is_one_prompt(body.prompt):
+            raise InvalidRequest("prompt: one at a time, a text or a list of token ids and texts", param="prompt")
         if (body.n or 1) > 1:
             raise InvalidRequest("n: one answer at a time", param="n")
         wanted = context.limits.context_tokens if body.max_tokens is None else body.max_tokens
-        generation = completion_generation(_with_tokens(body, prompt=prompt, max_tokens=wanted), context)
+        generation = completion_generation(_with_tokens(body, max_tokens=wanted), context)
     return PreparedAnswer(generation, InfillFormat(generation, body, context.text), bool(body.stream), fields)
 
 

@@ -68,10 +68,11 @@ def chat_logprobs(delta: ChoiceDelta, vocabulary: Vocabulary) -> Json | None:
     """Returns the `logprobs` of a chat choice; None where there are none."""
     if not delta.logprobs:
         return None
-    return {"content": [_logprob(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
+    return {"content": [logprob_body(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
 
 
-def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
+def logprob_body(emission: Emission, vocabulary: Vocabulary) -> Json:
+    """Returns OpenAI's object of a token's log probability, and of the most probable ones at its place."""
     top = [logprob_of(token, logprob, vocabulary) for token, logprob in emission.top]
     return {**logprob_of(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
 

@@ -18,12 +18,14 @@ from edgemoe.api.dialects.output_parser import item_id
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
+from edgemoe.api.endpoints.openai_format import logprob_body
 from edgemoe.api.endpoints.response_input import ItemReader, seal
 from edgemoe.api.endpoints.response_tools import ClientTool, ToolOffer
 from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
 from edgemoe.api.schema import Chat, convert, read
+from edgemoe.api.text.tokenizer import Vocabulary
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json
 
@@ -62,11 +64,18 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     reasoning: Reasoning | str | bool | None = None  # an effort or a switch, as other servers have it
     metadata: dict[str, Any] | None = None
     include: list[str] | None = None
+    logprobs: bool | None = None  # a chat's name of the member of `include`
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Returns whether the text comes with log probabilities: `top_logprobs` alone asks for them, too."""
+        return LOGPROBS in (self.include or ()) or bool(self.logprobs or self.top_logprobs)
 
 
 def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
@@ -75,7 +84,9 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     chat, fields, offer = as_chat(body)
     with fields.renamed():
         generation = chat_generation(chat, context, "resp")
-    return PreparedAnswer(generation, ResponsesFormat(generation, body, offer), bool(body.stream), fields)
+    return PreparedAnswer(
+        generation, ResponsesFormat(generation, body, offer, context.text.vocabulary), bool(body.stream), fields
+    )
 
 
 def late_error(error: RequestError) -> bytes:
@@ -117,6 +128,8 @@ def as_chat(body: ResponsesBody) -> tuple[Chat, FieldNames, ToolOffer]:
         "response_format": _response_format(body.text.format if body.text else None) or body.response_format,
         "reasoning_effort": _effort(body),
         "chat_template_kwargs": body.chat_template_kwargs,
+        "logprobs": body.shows_logprobs,
+        "top_logprobs": body.top_logprobs,
     }
     with fields.renamed():
         return convert(chat, Chat), fields, offer
@@ -147,6 +160,7 @@ def _effort(body: ResponsesBody) -> str | None:
 
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
 SEALED_REASONING = "reasoning.encrypted_content"  # in `include`: the client sends reasoning back in this form
+LOGPROBS = "message.output_text.logprobs"  # in `include`: the text has the log probabilities of its tokens
 
 
 class ResponseItem:
@@ -168,6 +182,7 @@ class ResponseItem:
         self.kind = tool.item if tool else kind
         self.index = index
         self.text = ""
+        self.logprobs: list[Json] = []
         self.id = item_id(ID_PREFIXES.get(self.kind, "fc"), answer, index)
         self.custom = CustomInput() if self.kind == "custom_tool_call" else None
         self._call, self._tool, self._seals = call, tool, seals
@@ -177,7 +192,7 @@ class ResponseItem:
         return "output_text" if self.kind == "message" else "reasoning_text"
 
     def part(self) -> Json:
-        extra: Json = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+        extra: Json = {"annotations": [], "logprobs": list(self.logprobs)} if self.kind == "message" else {}
         return {"type": self.part_type, "text": self.text, **extra}
 
     def body(self, status: str) -> Json:
@@ -203,8 +218,9 @@ class ResponseItem:
 class ResponsesFormat:
     """Writes deltas as response events, or joined as one response object."""
 
-    def __init__(self, generation: Generation, body: ResponsesBody, offer: ToolOffer) -> None:
+    def __init__(self, generation: Generation, body: ResponsesBody, offer: ToolOffer, vocabulary: Vocabulary) -> None:
         self._generation = generation
+        self._vocabulary = vocabulary
         self._body = body
         self._offer = offer
         self._seals = SEALED_REASONING in (body.include or ())
@@ -238,27 +254,31 @@ class ResponsesFormat:
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _delta(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        logprobs = [logprob_body(one, self._vocabulary) for one in delta.text_logprobs]
         for piece in delta.pieces:
             if piece.call is not None:
                 yield from self._call(piece, piece.call)
             else:
-                yield from self._grow("message" if piece.kind == "text" else "reasoning", piece.text)
+                kind = "message" if piece.kind == "text" else "reasoning"
+                yield from self._grow(kind, piece.text, logprobs if kind == "message" else [])
+                logprobs = [] if kind == "message" else logprobs
         self._finish = self._finish or delta.finish
 
-    def _grow(self, kind: str, text: str) -> Iterator[bytes]:
+    def _grow(self, kind: str, text: str, logprobs: list[Json]) -> Iterator[bytes]:
         if self._item is None or self._item.kind != kind:
             yield from self._close()
             self._item = ResponseItem(self._generation.id, kind, len(self._output), seals=self._seals)
             yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
             yield self._inside("response.content_part.added", self._item, part=self._item.part())
         self._item.text += text
-        extra: Json = {"logprobs": []} if kind == "message" else {}
+        self._item.logprobs += logprobs
+        extra: Json = {"logprobs": logprobs} if kind == "message" else {}
         yield self._inside(f"response.{self._item.part_type}.delta", self._item, delta=text, **extra)
 
     def _close(self) -> Iterator[bytes]:
         if (item := self._item) is None:
             return
-        extra: Json = {"logprobs": []} if item.kind == "message" else {}
+        extra: Json = {"logprobs": item.logprobs} if item.kind == "message" else {}
         yield self._inside(f"response.{item.part_type}.done", item, text=item.text, **extra)
         yield self._inside("response.content_part.done", item, part=item.part())
         yield from self._done(item.body("completed"))
@@ -328,6 +348,7 @@ class ResponsesFormat:
             "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": generation.requests[0].sampling.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),

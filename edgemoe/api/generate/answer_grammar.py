@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, DecimalException
 from typing import Any
@@ -24,9 +24,8 @@ from edgemoe.api.generate.tool_call_grammar import (
     ANY_TEXT,
     BREAK,
     LarkRules,
+    any_text,
     json_rule,
-    literal,
-    one_of,
     tool_call_rules,
 )
 from edgemoe.api.schema import ResponseFormat, Tool
@@ -53,29 +52,58 @@ MAX_MEMBERS = {
     "$defs": 2_000,
     "definitions": 2_000,
 }
+MAX_OPTIONAL = 480  # properties of one object that may be missing: any of them may come next
 LEAST = ("minLength", "minItems", "minProperties", "minContains")
 MOST = ("maxLength", "maxItems", "maxProperties", "maxContains")
+KEYWORDS = frozenset((*MAX_MEMBERS, *LEAST, *MOST, "multipleOf", "pattern"))  # that have bounds
 
 _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])[^\]\\]*(?:\\.[^\]\\]*)*\]|\{(\d*)(?:,(\d*))?\}|.", re.DOTALL)
 
 
 def check_schema(schema: Any, where: str) -> None:
     """Raises InvalidRequest where a schema, which is at `where` in the body, is out of bounds."""
-    for values, (value, path, depth) in enumerate(_walk(schema, where), start=1):
+    values, level = 1, [schema]
+    for depth in range(MAX_DEPTH + 1):
+        level = [value for value in level if isinstance(value, dict | list)]
+        if not level:
+            return
+        values += sum(map(len, level))
         if values > MAX_VALUES:
             raise _beyond(where, f"has more than {MAX_VALUES} values")
-        if depth > MAX_DEPTH:
-            raise _beyond(path[:256], f"is nested more than {MAX_DEPTH} deep")
+        if depth == MAX_DEPTH and any(level):
+            raise _beyond(_path_of(level[0], schema, where)[:256], f"is nested more than {MAX_DEPTH} deep")
+        for value in level:
+            if isinstance(value, dict) and (fault := _fault_of_keywords(value)) is not None:
+                raise _beyond(f"{_path_of(value, schema, where)}.{fault[0]}", fault[1])
+        level = [member for value in level for member in (value.values() if isinstance(value, dict) else value)]
+
+
+def _path_of(wanted: Any, schema: Any, where: str) -> str:
+    """Returns the path of a value in a schema, which is at `where`. Only refusals take that time."""
+    stack = [(schema, where)]
+    while stack:
+        value, path = stack.pop()
+        if value is wanted:
+            return path
         if isinstance(value, dict):
-            _check_keywords(value, path)
+            stack.extend((each, f"{path}.{str(key)[:64]}") for key, each in value.items())
+        elif isinstance(value, list):
+            stack.extend((each, f"{path}[{at}]") for at, each in enumerate(value))
+    return where
 
 
 def check_pattern(pattern: str, where: str) -> None:
     """Raises InvalidRequest where a regular expression is out of bounds."""
+    if fault := _fault_of_pattern(pattern):
+        raise _beyond(where, fault)
+
+
+def _fault_of_pattern(pattern: str) -> str:
     if len(pattern) > MAX_PATTERN_CHARS:
-        raise _beyond(where, f"has {len(pattern)} characters, more than the {MAX_PATTERN_CHARS} allowed")
+        return f"has {len(pattern)} characters, more than the {MAX_PATTERN_CHARS} allowed"
     if (most := repetitions(pattern)) > MAX_REPETITIONS:
-        raise _beyond(where, f"repeats a part {most} times, more than the {MAX_REPETITIONS} allowed")
+        return f"repeats a part {most} times, more than the {MAX_REPETITIONS} allowed"
+    return ""
 
 
 def repetitions(pattern: str) -> int:
@@ -96,47 +124,48 @@ def repetitions(pattern: str) -> int:
     return max(groups)
 
 
-def _walk(schema: Any, where: str) -> Iterator[tuple[Any, str, int]]:
-    """Yields every value within a schema, with its path and depth; containers come before their members."""
-    stack: list[tuple[Any, str, int]] = [(schema, where, 0)]
-    while stack:
-        value, path, depth = stack.pop()
-        yield value, path, depth
-        if isinstance(value, dict):
-            stack.extend((each, f"{path}.{str(key)[:64]}", depth + 1) for key, each in value.items())
-        elif isinstance(value, list):
-            stack.extend((each, f"{path}[{at}]", depth + 1) for at, each in enumerate(value))
+def _fault_of_keywords(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the first keyword of a schema that is out of bounds, and how; None where all are within."""
+    for keyword in KEYWORDS & schema.keys():
+        value, most = schema[keyword], MAX_MEMBERS.get(keyword, 0)
+        if most and isinstance(value, list | dict) and len(value) > most:
+            return keyword, f"has {len(value)} members, more than the {most} allowed"
+        most = MAX_LEAST if keyword in LEAST else MAX_MOST if keyword in MOST else 0
+        if most and isinstance(value, int | float) and value > most:
+            return keyword, f"is more than the {most} allowed"
+        if keyword == "properties" and (fault := _fault_of_optional(value, schema.get("required"))):
+            return keyword, fault
+        if keyword == "multipleOf" and (fault := _fault_of_multiple(value)):
+            return keyword, fault
+        if keyword == "pattern" and isinstance(value, str) and (fault := _fault_of_pattern(value)):
+            return keyword, fault
+        if keyword == "patternProperties" and isinstance(value, dict):
+            faults = ((f"{keyword}[{at}]", _fault_of_pattern(pattern)) for at, pattern in enumerate(value))
+            if found := next((one for one in faults if one[1]), None):
+                return found
+    return None
 
 
-def _check_keywords(schema: Mapping[str, Any], path: str) -> None:
-    for keyword, most in MAX_MEMBERS.items():
-        members = schema.get(keyword)
-        if isinstance(members, list | dict) and len(members) > most:
-            raise _beyond(f"{path}.{keyword}", f"has {len(members)} members, more than the {most} allowed")
-    for keywords, most in ((LEAST, MAX_LEAST), (MOST, MAX_MOST)):
-        for keyword in keywords:
-            value = schema.get(keyword)
-            if isinstance(value, int | float) and value > most:
-                raise _beyond(f"{path}.{keyword}", f"is more than the {most} allowed")
-    if (multiple := schema.get("multipleOf")) is not None:
-        _check_multiple(multiple, f"{path}.multipleOf")
-    if isinstance(pattern := schema.get("pattern"), str):
-        check_pattern(pattern, f"{path}.pattern")
-    if isinstance(patterns := schema.get("patternProperties"), dict):
-        for at, pattern in enumerate(patterns):
-            check_pattern(pattern, f"{path}.patternProperties[{at}]")
+def _fault_of_optional(listed: Any, needed: Any) -> str:
+    if not isinstance(listed, dict) or len(listed) <= MAX_OPTIONAL:
+        return ""
+    optional = len(listed.keys() - set(map(str, needed if isinstance(needed, list) else ())))
+    if optional <= MAX_OPTIONAL:
+        return ""
+    return f"lists {optional} that may be missing, more than the {MAX_OPTIONAL} allowed; name more in `required`"
 
 
-def _check_multiple(multiple: Any, where: str) -> None:
+def _fault_of_multiple(multiple: Any) -> str:
     if isinstance(multiple, bool) or not isinstance(multiple, int | float):
-        return  # llguidance refuses it with a message of its own
+        return ""  # llguidance refuses it with a message of its own
     try:
         digits = int("".join(map(str, Decimal(repr(multiple)).normalize().as_tuple().digits)))
         whole = int(multiple) if multiple >= 1 else 0
     except (DecimalException, ValueError, OverflowError):
-        raise _beyond(where, "is not a number that can be counted in") from None
+        return "is not a number that can be counted in"
     if max(digits, whole) > MAX_MULTIPLE:
-        raise _beyond(where, f"has more digits than {MAX_MULTIPLE}, the largest multiple allowed, point left out")
+        return f"has more digits than {MAX_MULTIPLE}, the largest multiple allowed, point left out"
+    return ""
 
 
 def _beyond(where: str, why: str) -> InvalidRequest:
@@ -245,7 +274,7 @@ def _format_terms(asked: ResponseFormat) -> tuple[list[str], str]:
             term = f"/{regex_to_lark(regex)}/"
             return [term], term
         case "choice" if asked.choice:
-            return [one_of(map(literal, asked.choice))], ""
+            return [any_text(asked.choice)], ""
         case "grammar":
             return [_grammar_term(asked.grammar or asked.value)], ""
         case other:
@@ -265,6 +294,7 @@ def _schema_terms(asked: ResponseFormat, schema: Any) -> list[str]:
         schema = _decoded_schema(schema, where)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
+    check_schema(schema, where)
     schema = usual_schema(schema)
     check_schema(schema, where)
     loose = not strict and has_patterns(schema)
@@ -296,10 +326,13 @@ def _grammar_term(text: Any) -> str:
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: AnswerForm = AnswerForm()) -> GrammarCandidates:
-    """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
+    """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest.
+
+    Where the schemas cannot be honoured, the parameters of tools that are not strict may be any object.
+    """
     _check_tools(tools)
     larks = []
-    for offered in _variants(tools):
+    for offered in (*_variants(tools), *_without_schemas(tools)):
         rules = form.rules()
         calls = rules.add("calls", tool_call_rules(rules, form.dialect, offered, several, strict=True))
         larks.append(_bounded(form.around(rules, "", calls), "tools"))
@@ -359,8 +392,19 @@ def _variants(tools: Sequence[Tool]) -> list[list[Tool]]:
     return [[_prepared_tool(tool, patterns) for tool in tools] for patterns in ((True, False) if loose else (True,))]
 
 
+def _without_schemas(tools: Sequence[Tool]) -> list[list[Tool]]:
+    """Returns the tools with the schemas of strict ones only; none where all are strict."""
+    bare = [
+        _prepared_tool(tool, patterns=True)
+        if tool.function.strict
+        else structs.replace(tool, function=structs.replace(tool.function, parameters=None))
+        for tool in tools
+    ]
+    return [bare] if any(not tool.function.strict for tool in tools) else []
+
+
 def _prepared_tool(tool: Tool, patterns: bool) -> Tool:
-    schema = prepared(tool.function.parameters, exact=bool(tool.function.strict), patterns=patterns)
+    schema = prepared(tool.function.parameters, exact=bool(tool.function.strict), patterns=patterns, any_types=True)
     return structs.replace(tool, function=structs.replace(tool.function, parameters=schema))
 
 

@@ -29,86 +29,6 @@ from edgemoe.types.principal import Identity, Principal, cache_salt_of
 from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
 
 ANY_MODEL = "*"  # among aliases: every name
-MOST_CONTEXTS = 8  # a text of more tokens than this many contexts is refused uncounted
-
-
-def sampling(
-    body: RequestBody,
-    text: TextModel,
-    *,
-    max_tokens: int,
-    vocab: int,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> Sampling:
-    """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest."""
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens: {min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
-    check_ids(body.logit_bias or {}, vocab, "logit_bias")
-    check_ids(body.stop_token_ids or (), vocab, "stop_token_ids")
-    defaults = text.defaults
-    eos = () if body.ignore_eos else (token for token in text.eos if token < vocab)
-    return Sampling(
-        temperature=float(_or(body.temperature, defaults.get("temperature", 1.0))),
-        top_p=float(_or(body.top_p, defaults.get("top_p", 1.0))),
-        top_k=max(0, int(_or(body.top_k, defaults.get("top_k", 0)))),
-        min_p=float(_or(body.min_p, defaults.get("min_p", 0.0))),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=float(_or(body.repetition_penalty, defaults.get("repetition_penalty", 1.0))),
-        logit_bias=dict(body.logit_bias or {}),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        stop_token_ids=tuple(dict.fromkeys([*eos, *(body.stop_token_ids or ())])),
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-    )
-
-
-def encode_counted(
-    text: TextModel, given: str, add_special_tokens: bool, limits: RequestLimits, param: str
-) -> list[int]:
-    """Returns the token ids of `given`, which may have `MOST_CONTEXTS` contexts. Raises InvalidRequest."""
-    most_tokens = MOST_CONTEXTS * limits.context_tokens
-    ids = text.encode(given, add_special_tokens, most_tokens)
-    if len(ids) > most_tokens:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limits.context_tokens} tokens, and the prompt is too long: more "
-            f"than {most_tokens} tokens > {limits.context_tokens}; give it in parts",
-            param=param,
-            code="context_length_exceeded",
-        )
-    return ids
-
-
-def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, wanted_tokens: int | None) -> int:
-    """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
-
-    Without `wanted_tokens` they are all that the context has room for. Raises InvalidRequest where the prompt is empty
-    or fills the context. Agents compact a conversation when they read "prompt is too long: N tokens > M", or the code.
-    """
-    if not prompt:
-        raise InvalidRequest(f"{param}: the prompt is empty", param=param)
-    if len(prompt) >= limits.context_tokens:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limits.context_tokens} tokens, prompt and answer together, "
-            f"and the prompt is too long: at least {len(prompt)} tokens > {limits.context_tokens}; shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
-    room_tokens = limits.context_tokens - len(prompt)
-    return room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
-
-
-def check_ids(ids: Sequence[int] | Mapping[int, float], vocab: int, param: str) -> None:
-    """Raises InvalidRequest where a token id is not in the model's vocabulary."""
-    if ids and max(ids) >= vocab:
-        raise InvalidRequest(f"{param}: token {max(ids)} is not one of the model's {vocab}", param=param)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 @dataclass(slots=True)
@@ -118,6 +38,7 @@ class ChoiceDelta:
     choice: int
     pieces: OutputPieces = field(default_factory=OutputPieces)
     logprobs: list[Emission] = field(default_factory=list)
+    text_logprobs: list[Emission] = field(default_factory=list)  # of tokens that show text of the answer
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on
     finish: str = ""
 
@@ -135,6 +56,7 @@ class ChoiceDelta:
         """Appends the delta that follows this one."""
         self.pieces.extend(other.pieces)
         self.logprobs += other.logprobs
+        self.text_logprobs += other.text_logprobs
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
         self.finish = self.finish or other.finish
 
@@ -171,6 +93,8 @@ class CompletionChoice:
         self._called = False
         self._delta = ChoiceDelta(index)
         self._unshown: list[int] = []  # tokens since the last `shown`
+        self._unassigned: list[Emission] = []  # with log probabilities, since the last piece
+        self._bytes_of = vocabulary.bytes_of
 
     def name(self, answer: str) -> None:
         """Takes the id of the answer that this is a choice of; must be called before the first token."""
@@ -228,6 +152,7 @@ class CompletionChoice:
         self.reasoning_tokens += self._parser.reasoning
         if emission is not None and emission.logprob is not None:
             self._delta.logprobs.append(emission)
+            self._unassigned.append(emission)
         self._add(self._parser.feed(self._stops.feed(self._detokenizer.feed(token))))
         if self._stops.stopped or self._parser.done:
             self._end("stop", "")
@@ -241,6 +166,17 @@ class CompletionChoice:
     def _add(self, pieces: OutputPieces) -> None:
         self._called = self._called or any(piece.ended == "complete" for piece in pieces)
         self._delta.pieces.extend(pieces)
+        if pieces and self._unassigned:
+            self._delta.text_logprobs += self._tokens_of(pieces.text("text"))
+            self._unassigned = []
+
+    def _tokens_of(self, text: str) -> list[Emission]:
+        """Returns the last tokens, as many as show `text`: marks and layout before it are not shown."""
+        missing, at = len(text.encode()), len(self._unassigned)
+        while missing > 0 and at:
+            at -= 1
+            missing -= len(self._bytes_of(self._unassigned[at].token or 0))
+        return self._unassigned[at:]
 
 
 ENGINE_ERRORS: dict[str, type[RequestError]] = {

@@ -1,12 +1,12 @@
 """Tries grammars in bounded child processes: a schema of 150 bytes can take minutes and gigabytes to compile.
 
-A trial compiles the grammar with the model's tokenizer and computes a first mask, as the engine will. A grammar beyond
-`TRIAL_S` or `MEMORY` is refused, and delays only its principal. The child process is this module's `main`.
+A trial compiles the grammar with the model's tokenizer and computes the first masks, as the engine will. A grammar
+beyond `TRIAL_S` or `MEMORY` is refused, and delays only its principal. The child process is this module's `main`.
 """
 
 from __future__ import annotations
 
-import re
+import os
 import resource
 import signal
 import sys
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from edgemoe.api.generate.answer_grammar import GrammarCandidates
@@ -22,11 +23,14 @@ from edgemoe.guard import refuse_pickle
 from edgemoe.heap import used_bytes
 from edgemoe.helper.child_process import HelperPool, MemoryBound, NumberedMessage, bound_addresses, serve
 from edgemoe.types.bounds import Grammar
+from edgemoe.types.grammar_faults import fault_in_words
 from edgemoe.types.request import PARSER_LIMITS, GrammarTrial, digest_of
 
 MODULE = "edgemoe.api.generate.grammar_trial"
 TRIAL_S = 3.0  # of a processor, for trying one grammar
-DEADLINE_S = 20.0  # by the clock, on a machine that does much else
+TRIED_TOKENS = 3  # of a text that follows the grammar
+NICENESS = 10  # of the processes: streams come first
+DEADLINE_S = 60.0  # by the clock, on a machine that does much else
 LOAD_S, LOAD_BYTES = 20.0, 1 << 30  # of a processor and of memory, for reading the tokenizer
 MEMORY = MemoryBound(128 << 20, 0, 256 << 20)  # beyond a process with its tokenizer
 
@@ -136,13 +140,13 @@ class GrammarTrials:
             return GrammarVerdict(asked.number, unmatched=True)
         grammar = str(LLMatcher.grammar_from_lark(asked.lark))
         if error := LLMatcher.validate_grammar(grammar):
-            return GrammarVerdict(asked.number, reason=_reason(error))
+            return GrammarVerdict(asked.number, reason=fault_in_words(error))
         before_s, before_bytes = _cpu_s(), used_bytes()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if not matcher.is_error():
-            matcher.compute_bitmask()
+            _begin_text(matcher, self._tokenizer.eos_token)
         if matcher.is_error():
-            return GrammarVerdict(asked.number, reason=_reason(matcher.get_error()))
+            return GrammarVerdict(asked.number, reason=fault_in_words(matcher.get_error()))
         trial = GrammarTrial(digest_of(grammar), _cpu_s() - before_s, max(0, used_bytes() - before_bytes))
         return GrammarVerdict(asked.number, grammar, trial)
 
@@ -158,12 +162,16 @@ def _matchable(term: str) -> bool:
     return not (matcher.is_error() and "NoExtension" in matcher.get_error())
 
 
-def _reason(error: str) -> str:
-    """Returns the message of an error, without its position in the text and the parser's state."""
-    lines = error.splitlines()
-    if lines[0].endswith("regex parse error:"):
-        lines[0] = f"a pattern cannot be followed: {lines[-1].removeprefix('error: ')}"
-    return re.sub(r"^\d+\(\d+\): ", "", lines[0])
+def _begin_text(matcher: LLMatcher, eos: int) -> None:
+    """Computes the first masks, each behind the first token of the mask before, up to an error or the end."""
+    for _ in range(TRIED_TOKENS):
+        allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
+        allowed = allowed[allowed != eos]
+        if matcher.is_error() or not len(allowed) or not matcher.validate_tokens([int(allowed[0])]):
+            return
+        matcher.consume_token(int(allowed[0]))
+        if matcher.is_error() or matcher.is_stopped():
+            return
 
 
 def _cpu_s() -> float:
@@ -173,6 +181,7 @@ def _cpu_s() -> float:
 
 def main() -> None:
     """Answers its parent's questions."""
+    os.nice(NICENESS)
     directory, trial_s, eos = Path(sys.argv[1]), float(sys.argv[2]), [int(one) for one in sys.argv[3:]]
     bound_addresses(LOAD_BYTES)
     signal.setitimer(signal.ITIMER_PROF, LOAD_S)

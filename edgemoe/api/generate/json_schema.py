@@ -6,10 +6,12 @@ invent keys without end otherwise. Unknown formats are annotations [JSON-Schema,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from edgemoe.api.dialects.argument_types import resolved
+from edgemoe.api.schema_forms import TYPES
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
@@ -21,16 +23,17 @@ ALTERNATIVES = ("anyOf", "oneOf")
 IN_PLACE = (*ALTERNATIVES, "allOf", "$ref")
 LOOSE = ("pattern", "patternProperties")  # regular expressions may be of a kind that llguidance lacks
 COUNTS = ("minProperties", "maxProperties")
+_DRAFT = re.compile(r"https?://json-schema\.org/")
 MAX_PARTS = 256  # schemas that are looked at to collect the names of one object
 
 
-def prepared(schema: Any, *, exact: bool = False, patterns: bool = True) -> Any:
+def prepared(schema: Any, *, exact: bool = False, patterns: bool = True, any_types: bool = False) -> Any:
     """Returns a schema, which is within bounds, in the form to compile.
 
     Unless `exact`, counts of properties that llguidance cannot follow are left out, and patterns too where these are
-    not wanted.
+    not wanted. With `any_types` a type of an unknown name allows any value.
     """
-    return _Preparation(schema, exact, patterns).schema(schema, closes=True)
+    return _Preparation(schema, exact, patterns, any_types).schema(schema, closes=True)
 
 
 def has_patterns(schema: Any) -> bool:
@@ -38,6 +41,11 @@ def has_patterns(schema: Any) -> bool:
     if isinstance(schema, dict):
         return any(key in schema for key in LOOSE) or any(map(has_patterns, schema.values()))
     return isinstance(schema, list) and any(map(has_patterns, schema))
+
+
+def _are_types(given: Any) -> bool:
+    """Returns whether every type has a name of the standard."""
+    return all(isinstance(one, str) and one in TYPES for one in (given if isinstance(given, list) else [given]))
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Any]:
@@ -67,8 +75,8 @@ def _allow_null(schema: dict[str, Any]) -> None:
 class _Preparation:
     """Prepares the parts of one schema."""
 
-    def __init__(self, root: Any, exact: bool, patterns: bool) -> None:
-        self._root, self._exact, self._patterns = root, exact, patterns
+    def __init__(self, root: Any, exact: bool, patterns: bool, any_types: bool) -> None:
+        self._root, self._exact, self._patterns, self._any_types = root, exact, patterns, any_types
         self._combined_targets: set[int] = set()  # by id; open, because the object that combines them is closed
         self._find_combined(root)
 
@@ -100,8 +108,12 @@ class _Preparation:
             _allow_null(schema)
         if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
             del schema["format"]
+        if isinstance(schema.get("$schema"), str) and not _DRAFT.match(schema["$schema"]):
+            del schema["$schema"]  # another dialect's name is an annotation
         if self._exact:
             return
+        if self._any_types and "type" in schema and not _are_types(schema["type"]):
+            del schema["type"]
         listed, needed = schema.get("properties"), schema.get("required")
         if isinstance(listed, dict) and not (isinstance(needed, list) and set(listed) <= set(map(str, needed))):
             for key in COUNTS:

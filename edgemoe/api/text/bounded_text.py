@@ -7,6 +7,7 @@ any time. A prompt beyond `TEXT_S` or `MEMORY` ends its child process and fails 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from array import array
@@ -37,6 +38,7 @@ MODULE = "edgemoe.api.text.bounded_text"
 LOAD_S = 20.0  # of a processor, for reading the model's files; jinja works constants out, too
 TEXT_S = 2.0  # of a processor, for one prompt
 TEXT_S_PER_BYTE = 2e-6  # more for each byte of a prompt: four times the usual
+NICENESS = 5  # of the processes: streams come first
 DEADLINE_S = 60.0  # by the clock, on a machine that does much else
 LOAD_BYTES = 1 << 30  # for these files; a tokenizer of 262,144 tokens takes 390 MiB
 MEMORY = MemoryBound(256 << 20, 256, 1 << 30)  # beyond these files; English takes 110 to 130 bytes for each of its own
@@ -228,6 +230,7 @@ def _answering(directory: Path) -> Callable[[RenderQuestion | EncodeQuestion], T
 
 def main() -> None:
     """Answers its parent's questions."""
+    os.nice(NICENESS)
     directory, load_s, text_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     bound_addresses(LOAD_BYTES)
     signal.setitimer(signal.ITIMER_PROF, load_s)

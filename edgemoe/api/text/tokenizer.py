@@ -194,6 +194,11 @@ class TextModel:
         return can_reason(self.dialect, self.template_text, self.vocabulary.added)
 
     @property
+    def special_names(self) -> dict[str, str]:
+        """Returns the texts of bos_token, eos_token and others."""
+        return special_tokens(self._config)
+
+    @property
     def capabilities(self) -> list[str]:
         """Returns the model's capabilities, by Ollama's names."""
         can = {
