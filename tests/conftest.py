@@ -18,8 +18,9 @@ from support.time_budget import TimeBudget
 from edgemoe.heap import freeze_objects
 from edgemoe.jit.env import WORKER_ENV
 
-SPINS = {"GOMP_SPINCOUNT": "2000"}  # tests multiply small matrices, often on a busy box
-for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads torch
+# Tests multiply small matrices, often on a busy box. OpenBLAS's threads wait by spinning, from NumPy's import on.
+SPINS = {"GOMP_SPINCOUNT": "2000", "OPENBLAS_NUM_THREADS": "1"}
+for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads NumPy or torch
     os.environ.setdefault(_name, _value)
 
 register_profiles()

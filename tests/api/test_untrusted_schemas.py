@@ -20,6 +20,7 @@ from edgemoe.front.main import Front
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 Body = dict[str, Any]
 MESSAGES = [{"role": "user", "content": "Write."}]
+PAUSE_S = 0.1  # between a victim's requests, so that it takes a part of a core
 GROWTH_BYTES = 400 << 20  # of the engine, by all that is tried here
 
 SCHEMAS: dict[str, Body] = {
@@ -120,6 +121,7 @@ async def victim(front: Front, http: httpx.AsyncClient) -> AsyncIterator[list[fl
             answer = await http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}, timeout=60)
             assert answer.status_code == 200
             took.append(time.monotonic() - began_s)
+            await asyncio.sleep(PAUSE_S)
 
     asking = asyncio.ensure_future(ask())
     try:
