@@ -135,12 +135,12 @@ def test_a_store_that_is_here_decides(
         raise AssertionError("the planner was asked")
 
     monkeypatch.setattr(auto_encoding, "ask", ask)
-    for name in sorted(DIVERGENCE, key=lambda name: -DIVERGENCE[name]):
+    names = sorted(DIVERGENCE, key=lambda name: -DIVERGENCE[name])
+    pair = next(at for at, name in enumerate(names) if PAIR in name)
+    for name in (names[0], names[pair // 2], names[pair]):
         ensure_store(model_path(), tmp_path, wanted=WantedEncodings.parse(name, "keep"))
         assert resolve_experts(AUTO, model_path(), ARGS, str(tmp_path)) == name
         assert f"{name}, for its store is here" in told(capsys)
-        if PAIR in name:
-            break
     (store, *_) = tmp_path.iterdir()
     assert resolve_experts(AUTO, store, ARGS, str(tmp_path)) == "keep"
     named = with_encoding(ModelSettings(path=store.name, store_dir=str(tmp_path), experts=AUTO), ARGS)

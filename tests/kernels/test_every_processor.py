@@ -17,22 +17,10 @@ COMPILE_S = 3600.0  # of all code for all members of a group; two minutes of pro
 TESTS = Path(__file__).parents[1]
 GROUPS = {name: kind.members for name, kind in KINDS.items()}
 GROUPS |= {"cortex-a76": tuple(name for name, has in ARM.items() if has == DOTPROD), "generic": ("generic",)}
-LIBC = {"memcpy", "memmove", "memset", "sched_yield", "sem_post", "sem_timedwait", "sem_wait"}
-LIBM = {"expf", "log10", "logf", "pow"}
-PYTHON = {
-    *("PyBytes_FromStringAndSize", "PyErr_Clear", "PyErr_SetNone", "PyErr_SetString", "PyErr_WriteUnraisable"),
-    *("PyExc_RuntimeError", "PyExc_StopIteration", "PyExc_SystemError", "PyObject_Hash", "PyTuple_Pack"),
-    *("PyUnicode_FromKindAndData", "PyUnicode_FromString", "Py_DecRef"),
-}
-NUMBA = {
-    *("numba_do_raise", "numba_gil_ensure", "numba_gil_release", "numba_unpickle"),
-    "numba_runtime_build_excinfo_struct",
-}
-LINKED = LIBC | LIBM | PYTHON | NUMBA
 
 
 def _undefined(part: str, group: str, processors: tuple[str, ...]) -> dict[str, dict[str, list[str]]]:
-    """Returns each processor's undefined symbols outside the lists, with the functions that use them."""
+    """Returns each processor's undefined symbols that are not linked, with the functions that use them."""
     path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     done = subprocess.run(
         [sys.executable, "-m", "support.every_code", part, *processors],
@@ -42,12 +30,9 @@ def _undefined(part: str, group: str, processors: tuple[str, ...]) -> dict[str, 
         timeout=COMPILE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found: dict[str, dict[str, list[str]]] = json.loads(done.stdout)
     assert set(found) == set(processors)
-    return {
-        name: {symbol: codes for symbol, codes in symbols.items() if symbol not in LINKED}
-        for name, symbols in found.items()
-    }
+    return found
 
 
 def test_kernels_call_nothing_that_is_not_linked() -> None:

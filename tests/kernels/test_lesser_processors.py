@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,25 @@ def _run(processor: str, *arguments: str, emulator: tuple[str, ...] = ()) -> Non
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@for_x86
-@pytest.mark.parametrize(("processor", "only"), SAMPLES.items(), ids=SAMPLES)
-def test_encoded_rows_are_right_with_code_for_lesser_processors(processor: str, only: str) -> None:
+@cache
+def _run_sample(processor: str) -> None:
+    """Runs a processor's sample once, which keeps the compiled code."""
     files = (str(TESTS / "kernels" / name) for name in ("test_encoded_rows.py", "test_rounding.py"))
-    _run(processor, "-k", only, *files)
+    _run(processor, "-k", SAMPLES[processor], *files)
+
+
+@for_x86
+@pytest.mark.parametrize("processor", SAMPLES)
+def test_encoded_rows_are_right_with_code_for_lesser_processors(processor: str) -> None:
+    _run_sample(processor)
 
 
 @for_x86
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(QEMU is None, reason="qemu-x86_64-static is not installed (Debian: qemu-user-static)")
 def test_an_emulated_haswell_runs_the_code_for_it() -> None:
+    _run_sample("haswell")  # compiles the code, which would take long in QEMU
     sample = ("-k", "avx2 and int4", str(TESTS / "kernels/test_encoded_rows.py"))
-    _run("haswell", *sample)  # compiles and keeps the code, which would take long in QEMU
     _run("haswell", *sample, emulator=(str(QEMU), "-cpu", "Haswell-noTSX"))
 
 
