@@ -103,7 +103,7 @@ def test_kernels_of_many_tokens_use_matrix_units_and_copy_activations_ahead(
 def run_interpreted(name: str, *words: str) -> Any:
     """Runs a script that interprets kernels, and returns its output."""
     script, path = ROOT / "tests" / "support" / name, os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,12 +11,15 @@ import torch
 from support.kept import KERNELS
 from support.tiny_models import FAMILIES, SIZES, Tiny, load_tiny
 
+from edgemoe.experts.compiled_parts import TIERS
+from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 
 
 @pytest.fixture(scope="session")
 def kernels() -> Iterator[dict[bool, Kernels]]:
-    """By weight type: whether weights are bf16."""
+    """By weight type: whether weights are bf16. Residency's functions are linked, too."""
+    link(TIERS.codes, KERNELS)
     made = {bf16: Kernels(threads=2, bf16=bf16, directory=KERNELS) for bf16 in (False, True)}
     yield made
     for each in made.values():
