@@ -8,7 +8,10 @@ import gc
 import io
 import logging
 import os
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.examples import register_profiles
@@ -34,6 +37,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("cacheprovider"):
         config.pluginmanager.register(TimeBudget(config), "time-budget")
+
+
+COLLECT_S = 120.0  # that other workers wait for the first one
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Has the first of several workers collect alone: on a fresh clone it compiles every source, and keeps the result.
+
+    A room with a time budget has few files, and its workers collect at once.
+    """
+    worker: dict[str, str] | None = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.getoption("--budget-s") is not None:
+        return (yield)
+    collected = Path(tempfile.gettempdir()) / f"edgemoe-collected-{worker['testrunuid']}"
+    end_s = time.monotonic() + COLLECT_S
+    if worker["workerid"] != "gw0":
+        while not collected.exists() and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return (yield)
+    session.config.add_cleanup(lambda: collected.unlink(missing_ok=True))
+    try:
+        return (yield)
+    finally:
+        collected.touch()
 
 
 SLOW_TIMEOUT_S = 3600  # of slow tests that state none themselves
