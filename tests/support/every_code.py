@@ -55,7 +55,7 @@ def file_of(code: Code) -> str:
 
 def undefined(codes: Sequence[Code], target: CompileTarget) -> dict[str, list[str]]:
     """Returns the symbols that machine code for a processor calls and no linker finds, each with the codes that do."""
-    if not _unknown(codes, target):  # all at once, which optimises what they share once
+    if not _unknown(codes, target):  # all at once: inner functions are optimised once
         return {}
     found: dict[str, list[str]] = {}
     for code in codes:
