@@ -175,7 +175,7 @@ class StepPlan:
             record["rows"], record["n"], record["multiply"] = rows, n, code.rows.address
             record["x"], record["x_stride"] = part.x, part.x_stride or 4 * n
             record["out"], record["out_stride"] = part.out, part.out_stride or 4 * rows
-            some = rows_in_chunk(rows, code.encoding.row_bytes(n))
+            some = rows_in_chunk(rows, code.encoding.row_bytes(n), self.kernels.pool.threads)
             record["some"], record["first"] = some, chunks
             chunks += -(-rows // some)
         self._kept += [made, parts]

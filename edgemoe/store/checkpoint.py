@@ -136,8 +136,10 @@ def read_json(path: Path) -> Json:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large")
         written = path.read_bytes()
-        _refuse_substitute(path, written)
+        refuse_substitute(path, written)
         found = json.loads(written, object_pairs_hook=_unique)
+    except NotADirectoryError as error:
+        raise CheckpointError(f"{path.parent} is a file; name the folder that it lies in") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a model's directory?") from error
     except (ValueError, RecursionError) as error:
@@ -147,7 +149,7 @@ def read_json(path: Path) -> Json:
     return found
 
 
-def _refuse_substitute(path: Path, start: bytes) -> None:
+def refuse_substitute(path: Path, start: bytes) -> None:
     """Raises CheckpointError for a Git LFS pointer or a web page in place of a file."""
     if start.startswith(LFS_POINTER):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the file; fetch the files with `git lfs pull`")
@@ -170,7 +172,7 @@ def header_of(path: Path) -> tuple[bytes, int]:
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
                 file.seek(0)
-                _refuse_substitute(path, file.read(START_BYTES))
+                refuse_substitute(path, file.read(START_BYTES))
                 cut = len(prefix) < 8 or 2 <= header_bytes <= MAX_HEADER_BYTES
                 kind = ShardCutShort if cut else CheckpointError
                 raise kind(f"{path} is no safetensors file, or cut short ({size} bytes)")

@@ -13,6 +13,7 @@ from edgemoe.api.api_keys import new_key
 from edgemoe.cli import main
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import private_directory
+from edgemoe.store.checkpoint import LFS_POINTER
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +58,10 @@ def folder_of(config: dict[str, Any] | None, **files: bytes) -> Any:
 REFUSED = {
     "a GGUF file": (file_of(gguf("mamba"), "x.gguf"), ("GGUF of mamba", "supported are", "qwen3moe")),
     "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("x.gguf is cut short", "fetch it again")),
-    "a page in place of a GGUF file": (file_of(b"<html>", "x.gguf"), ("x.gguf is no GGUF file", "fetch it again")),
+    "a page in place of a GGUF file": (file_of(b"<html>", "x.gguf"), ("x.gguf is a web page", "fetch it again")),
+    "a pointer in place of a GGUF file": (file_of(LFS_POINTER, "x.gguf"), ("x.gguf is a Git LFS pointer", "lfs pull")),
+    "a pointer in a folder": (folder_of(None, x_gguf=LFS_POINTER), ("x.gguf is a Git LFS pointer", "lfs pull")),
+    "another file with a GGUF's name": (file_of(b"PK\3\4", "x.gguf"), ("x.gguf is no GGUF file", "fetch it again")),
     "a folder of a GGUF": (folder_of(None, x_gguf=gguf("llama4")), ("GGUF of llama4", "supported are")),
     "a folder of GGUFs": (folder_of(None, x_gguf=gguf("a"), y_gguf=gguf("b")), ("2 models", "x.gguf, y.gguf")),
     "an MLX folder": (

@@ -382,6 +382,11 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "is this a model's directory?" in refusal(tmp_path / "nowhere")
 
 
+def test_a_file_of_a_model_is_told_from_its_folder(checkpoint: Make) -> None:
+    source = checkpoint()
+    assert f"{source}/config.json is a file; name the folder" in refusal(source / "config.json")
+
+
 def test_a_directory_with_other_things_in_it_is_left_alone(checkpoint: Make, tmp_path: Path) -> None:
     (tmp_path / "thesis.tmp").write_text("years of work")
     with pytest.raises(StoreError, match=r"thesis\.tmp"):

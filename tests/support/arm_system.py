@@ -86,8 +86,8 @@ def _unpack(system: Path) -> None:
     """Unpacks all packages that debootstrap fetched. Nothing of them is run."""
     archives = system / "var/cache/apt/archives"
     for package in archives.glob("*.deb"):
-        listing = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE)
-        _untar(listing, system)
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as listing:
+            _untar(listing, system)
     shutil.rmtree(archives)
 
 

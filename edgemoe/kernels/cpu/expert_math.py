@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, silu
 from edgemoe.encodings.codec import pack, unpack
 from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.decode_step import PLACES
-from edgemoe.kernels.cpu.experts_decode import EXPERTS, ExpertLayout, run_experts, scratch_floats
+from edgemoe.kernels.cpu.experts_decode import EXPERTS, ExpertLayout, rows_in_chunks, run_experts, scratch_floats
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
 from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.types.arrays import FloatArray, IntArray, place_of
@@ -58,6 +58,7 @@ class ExpertTable:
         job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
         job["down_multiply"], job["down_pack"] = down.rows.address, down.pack.address
         job["iota"], job["threads"] = self._kernels.iota, self._kernels.pool.threads
+        job["gate_rows"], job["down_rows"] = rows_in_chunks(layer.layout.hidden, self._kernels.pool.threads)
         place["job"], place["where"], place["first"] = job.ctypes.data, self._where[number].ctypes.data, layer.first
         place["most"] = layer.most_tokens
 
@@ -125,6 +126,7 @@ class ExpertKernels:
             assert pack is not None
             job[f"{which}multiply"], job[f"{which}pack"] = multiply.address, pack.address
         job["tokens"], job["iota"], job["count"] = tokens, self._context.iota, slots
+        job["gate_rows"], job["down_rows"] = rows_in_chunks(layout.hidden, self._context.pool.threads)
         self._sizes = (layout, tokens, pairs, slots, in_bytes)
         self._scratch_changes = self._context.scratch_changes
 
@@ -159,6 +161,7 @@ class ExpertKernels:
         job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
         job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
         job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
+        job["down_rows"] = experts_prefill.down_rows(self._context.pool.threads)
         if layout.encoding != self._context.dtype:
             each = experts_prefill.decoded_floats(layout.hidden, layout.width)
             self._context.decode_rows(job, codes[0], each)

@@ -14,6 +14,7 @@ import numpy as np
 from edgemoe.jit.intrinsics import INT, call_pack, call_rows, f32_at, i64_at, record
 from edgemoe.jit.object_cache import address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.decode_stages import shared_rows
 from edgemoe.kernels.cpu.vector import ACTIVATIONS, activate, add_bias, widen
 from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding
@@ -81,20 +82,19 @@ LAYOUT = np.dtype(
 # * `plain` and `packed` [tokens, hidden], `mid` [m, width], `both`, `part` scratch memory, see `scratch_floats`
 # * `stride` bytes from slot to slot
 # * `iota` 0, 1, 2, ... int64
-# * `threads` of the pool
-# * `down_rows` is set by the kernel
+# * `threads` of the pool; `gate_rows` of gate and of up, and `down_rows` in one chunk, see `rows_in_chunks`
 EXPERTS = np.dtype(
     [
         *fields(
             *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
             *("multiply", "pack", "down_multiply", "down_pack"),
-            *("plain", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
+            *("plain", "packed", "mid", "both", "part", "iota", "threads", "gate_rows", "down_rows"),
         ).descr,
         *LAYOUT.descr,
     ]
 )
-GATE_ROWS = 128  # rows of gate and of up in one chunk; few and long runs, because reading is slow where a run begins
-MOST_DOWN_ROWS = 128
+MOST_ROWS = 128  # of gate, of up or of down in one chunk; few and long runs: reading is slow where a run begins
+LEAST_GATE_ROWS, LEAST_DOWN_ROWS = 32, 16  # a lane of the next product's activations; a few kilobytes
 GROUP = 16  # tokens that a chunk's rows are multiplied with in one pass; for further passes they come from the cache
 
 
@@ -104,9 +104,15 @@ def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int)
         "plain": tokens * hidden,
         "packed": tokens * hidden,
         "mid": pairs * width,
-        "both": slots * -(-width // GATE_ROWS) * 2 * GROUP * GATE_ROWS,
-        "part": (hidden + MOST_DOWN_ROWS) * GROUP,
+        "both": slots * -(-width // MOST_ROWS) * 2 * GROUP * MOST_ROWS,
+        "part": (hidden + MOST_ROWS) * GROUP,
     }
+
+
+def rows_in_chunks(hidden: int, threads: int) -> tuple[int, int]:
+    """Returns `gate_rows`, which divide MOST_ROWS, and `down_rows` of a record."""
+    down = min(shared_rows(MOST_ROWS, LEAST_DOWN_ROWS, threads), max(LEAST_DOWN_ROWS, hidden // (4 * threads)))
+    return shared_rows(MOST_ROWS, LEAST_GATE_ROWS, threads), down
 
 
 @chunk
@@ -122,26 +128,25 @@ def pack_token(job: int, token: int) -> None:
 def gate_up(job: int, number: int) -> None:
     """Multiplies some rows of gate and of up, or of up alone, of one slot with all of its tokens."""
     e = record(job, EXPERTS)
-    per_slot = (e.width + GATE_ROWS - 1) // GATE_ROWS
-    slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, e.line
-    count, after = min(GATE_ROWS, e.width - row), i64_at(e.offsets)[slot + 1]
+    most = e.gate_rows
+    per_slot, to_next = (e.width + most - 1) // most, most * 4
+    slot, row, line = number // per_slot, number % per_slot * most, e.line
+    count, after = min(most, e.width - row), i64_at(e.offsets)[slot + 1]
     base = e.slab + i64_at(e.slots)[slot] * e.stride
     w, bias = base + row * line, base + e.bias + row * 4
-    gates = e.both + number * 2 * GROUP * GATE_ROWS * 4
-    ups, is_gated = gates + GROUP * GATE_ROWS * 4, e.first_rows > e.width
+    gates = e.both + number * 2 * GROUP * to_next
+    ups, is_gated = gates + GROUP * to_next, e.first_rows > e.width
     for first in range(i64_at(e.offsets)[slot], after, GROUP):
         n, index = min(GROUP, after - first), e.index + 8 * first
         # Up's rows are prefetched beside the gate's; beside up's, the rows that this thread probably takes next.
-        v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
+        v, soon = w + e.width * line, w + e.threads * most * line
         if is_gated:
-            call_rows(e.multiply, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
-            call_rows(e.multiply, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+            call_rows(e.multiply, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, to_next)
+            call_rows(e.multiply, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, to_next)
         else:
-            call_rows(
-                e.multiply, w, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4
-            )
+            call_rows(e.multiply, w, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, gates, to_next)
         for pair in range(n):
-            gate, up = gates + pair * GATE_ROWS * 4, ups + pair * GATE_ROWS * 4
+            gate, up = gates + pair * to_next, ups + pair * to_next
             if e.bias:
                 add_bias(gate, bias, count, np.float32(1))
                 if is_gated:
@@ -184,8 +189,7 @@ def run_experts(control: int, job: int) -> None:
     """Runs the kernel from an EXPERTS record."""
     e = record(job, EXPERTS)
     parallel(control, _packing(), job, e.tokens)
-    parallel(control, _gating(), job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
-    e.down_rows = min(MOST_DOWN_ROWS, max(8, e.hidden // (4 * e.threads)))
+    parallel(control, _gating(), job, e.count * ((e.width + e.gate_rows - 1) // e.gate_rows))
     parallel(control, _adding(), job, (e.hidden + e.down_rows - 1) // e.down_rows)
 
 

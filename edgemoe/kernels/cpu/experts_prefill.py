@@ -16,6 +16,7 @@ import numpy.typing as npt
 from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, i64_at, record
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
+from edgemoe.kernels.cpu.decode_stages import shared_rows
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
 from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_tile
@@ -23,7 +24,7 @@ from edgemoe.kernels.cpu.vector import activate, shift, widen
 from edgemoe.types.arrays import fields
 
 GATE_ROWS = 64  # rows of gate and of up in one chunk
-DOWN_ROWS = 64  # rows of down in one chunk
+MOST_DOWN_ROWS, LEAST_DOWN_ROWS = 64, 16  # rows of down in one chunk
 
 # The record of one call; arrays are addresses.
 # * `x` [tokens, hidden] in the model's type
@@ -31,6 +32,7 @@ DOWN_ROWS = 64  # rows of down in one chunk
 # * `slots` [count] and `index` [m] int64, `weights` [m] float32, as in `Kernels.experts`
 # * `groups` [group_count, 3] int64, in the order of `slots`: index into `slots`, first pair and number of pairs
 # * `firsts` [count + 1] int64, the first group of each slot
+# * `down_rows` rows of down in one chunk, see `down_rows`
 # * `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`
 # For encoded rows:
 # * `unpack` and `down_unpack` addresses of the code that decodes rows of gate and up, and of down
@@ -42,7 +44,7 @@ PREFILL_EXPERTS = np.dtype(
         *fields(
             *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
             *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
-            *("unpack", "down_unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads"),
+            *("unpack", "down_unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads", "down_rows"),
         ).descr,
         *LAYOUT.descr,
     ]
@@ -55,13 +57,18 @@ def scratch_floats(hidden: int, width: int, groups: int, slots: int) -> dict[str
         "panels": groups * hidden * GROUP,
         "mid": groups * width * GROUP,
         "gates": slots * -(-width // GATE_ROWS) * 2 * GATE_ROWS * GROUP,
-        "part": -(-hidden // DOWN_ROWS) * DOWN_ROWS * GROUP,
+        "part": -(-hidden // MOST_DOWN_ROWS) * MOST_DOWN_ROWS * GROUP,
     }
+
+
+def down_rows(threads: int) -> int:
+    """Returns `down_rows` of a record."""
+    return shared_rows(MOST_DOWN_ROWS, LEAST_DOWN_ROWS, threads)
 
 
 def decoded_floats(hidden: int, width: int) -> int:
     """Returns the size, in float32, of the decoded rows of one thread."""
-    return max(2 * GATE_ROWS * hidden, DOWN_ROWS * width) + LANES
+    return max(2 * GATE_ROWS * hidden, MOST_DOWN_ROWS * width) + LANES
 
 
 def group_pairs(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -159,8 +166,8 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
     @chunk
     def down(job: int, number: int) -> None:
         m = record(job, PREFILL_EXPERTS)
-        row, mine = number * DOWN_ROWS, -1
-        count, part = min(DOWN_ROWS, m.hidden - row), m.part + number * DOWN_ROWS * LINE
+        row, mine = number * m.down_rows, -1
+        count, part = min(m.down_rows, m.hidden - row), m.part + number * m.down_rows * LINE
         if m.unpack:
             mine = borrow(m.borrowed, m.threads)
         for slot in range(m.count):
@@ -205,6 +212,6 @@ def make_prefill_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
         m = record(job, PREFILL_EXPERTS)
         parallel(control, filling(), job, m.group_count)
         parallel(control, gating(), job, m.count * ((m.width + GATE_ROWS - 1) // GATE_ROWS))
-        parallel(control, adding(), job, (m.hidden + DOWN_ROWS - 1) // DOWN_ROWS)
+        parallel(control, adding(), job, (m.hidden + m.down_rows - 1) // m.down_rows)
 
     return run, (tile_code, fill, gate_up, down, run)

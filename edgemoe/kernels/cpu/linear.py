@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, jit, record
+from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, record
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
-from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
+from edgemoe.kernels.cpu.decode_stages import shared_rows
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_tile
 from edgemoe.kernels.cpu.gemv import make_rows
@@ -23,7 +23,7 @@ from edgemoe.types.arrays import fields
 # * `multiply` address of the code that multiplies rows
 # * `x` packed for it, float32; `index` [tokens] int64
 # * `out` [tokens, rows] float32
-# * `step` rows in one chunk, set by the kernel
+# * `step` rows in one chunk
 # * `threads` of the pool
 LINEAR = fields("weight", "line", "rows", "n", "multiply", "x", "index", "tokens", "out", "step", "threads")
 
@@ -38,14 +38,13 @@ def some_rows(job: int, number: int) -> None:
     call_rows(a.multiply, w, a.line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
 
-_multiplying, _rows_in_chunk = address_of(some_rows), jit(rows_in_chunk)
+_multiplying = address_of(some_rows)
 
 
 @code(INT, INT)
 def linear(control: int, job: int) -> None:
     """Runs the product from a LINEAR record."""
     a = record(job, LINEAR)
-    a.step = _rows_in_chunk(a.rows, a.line)
     parallel(control, _multiplying(), job, (a.rows + a.step - 1) // a.step)
 
 
@@ -83,18 +82,24 @@ def make_grouped_linear(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
 # * `line` bytes of a row
 # * `x` bf16 if `x_bf16`, else float32; `out` float32
 # * `panels`, `plain` and `part` scratch memory, see `scratch_floats`
+# * `some` rows in one chunk, see `many_rows`
 # * the rest as in PREFILL_EXPERTS
 PRODUCT = fields(
-    *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part"),
+    *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part", "some"),
     *("unpack", "decoded", "decoded_bytes", "borrowed", "threads"),
 )
-ROWS = 64  # in one chunk
+MOST_ROWS, LEAST_ROWS = 64, 16  # in one chunk; each rows' share of reading the tokens grows as they become few
+
+
+def many_rows(threads: int) -> int:
+    """Returns how many rows one chunk of a product with many tokens has."""
+    return shared_rows(MOST_ROWS, LEAST_ROWS, threads)
 
 
 def scratch_floats(n: int, tokens: int, threads: int) -> dict[str, int]:
     """Returns the sizes of the scratch arrays, in float32."""
     groups = -(-tokens // GROUP)
-    return {"panels": groups * n * GROUP, "plain": groups * n, "part": threads * ROWS * GROUP}
+    return {"panels": groups * n * GROUP, "plain": groups * n, "part": threads * MOST_ROWS * GROUP}
 
 
 def _make_fill(bf16: bool) -> Code:
@@ -120,9 +125,9 @@ def _make_multiply(bf16: bool, tile_code: Code) -> Code:
     @chunk
     def multiply_rows(job: int, number: int) -> None:
         p = record(job, PRODUCT)
-        row, mine = number * ROWS, borrow(p.borrowed, p.threads)
-        count, line = min(ROWS, p.rows - row), p.n * size
-        rows, part = p.decoded + mine * p.decoded_bytes, p.part + mine * ROWS * LINE
+        row, mine = number * p.some, borrow(p.borrowed, p.threads)
+        count, line = min(p.some, p.rows - row), p.n * size
+        rows, part = p.decoded + mine * p.decoded_bytes, p.part + mine * p.some * LINE
         call_pack(p.unpack, p.weight + row * p.line, p.line, count, p.n, rows)
         for first in range(0, p.tokens, GROUP):
             tokens, panel = min(GROUP, p.tokens - first), p.panels + first // GROUP * p.n * LINE
@@ -142,7 +147,8 @@ def _make_multiply(bf16: bool, tile_code: Code) -> Code:
 # * `packed` and `plain` scratch memory, see `byte_scratch_floats`; `iota` 0, 1, 2, ... int64
 # * the rest as in PRODUCT
 BYTE_PRODUCT = fields(
-    *("weight", "line", "rows", "n", "multiply", "pack", "x", "x_bf16", "tokens", "out", "packed", "plain", "iota")
+    *("weight", "line", "rows", "n", "multiply", "pack", "x", "x_bf16", "tokens", "out", "packed", "plain", "iota"),
+    "some",
 )
 BYTE_TOKENS = 16  # multiplied with a chunk's rows in one pass
 
@@ -166,8 +172,8 @@ def pack_bytes(job: int, number: int) -> None:
 def multiply_bytes(job: int, number: int) -> None:
     """Multiplies some rows with all tokens."""
     p = record(job, BYTE_PRODUCT)
-    row = number * ROWS
-    count, w = min(ROWS, p.rows - row), p.weight + row * p.line
+    row = number * p.some
+    count, w = min(p.some, p.rows - row), p.weight + row * p.line
     for first in range(0, p.tokens, BYTE_TOKENS):
         tokens, x = min(BYTE_TOKENS, p.tokens - first), p.packed + first * p.n * 4
         out = p.out + (first * p.rows + row) * 4
@@ -182,7 +188,7 @@ def byte_product(control: int, job: int) -> None:
     """Runs the product from a BYTE_PRODUCT record."""
     p = record(job, BYTE_PRODUCT)
     parallel(control, _packing_bytes(), job, (p.tokens + BYTE_TOKENS - 1) // BYTE_TOKENS)
-    parallel(control, _multiplying_bytes(), job, (p.rows + ROWS - 1) // ROWS)
+    parallel(control, _multiplying_bytes(), job, (p.rows + p.some - 1) // p.some)
 
 
 @cache
@@ -196,7 +202,7 @@ def make_product(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
     def run_product(control: int, job: int) -> None:
         p = record(job, PRODUCT)
         parallel(control, filling(), job, (p.tokens + GROUP - 1) // GROUP)
-        parallel(control, multiplying(), job, (p.rows + ROWS - 1) // ROWS)
+        parallel(control, multiplying(), job, (p.rows + p.some - 1) // p.some)
 
     return run_product, (tile_code, fill, multiply, run_product)
 

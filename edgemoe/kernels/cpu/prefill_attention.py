@@ -44,6 +44,7 @@ from edgemoe.types.arrays import fields
 
 TILE = 64  # tokens of context
 MOST_ROWS = 512  # of one piece of work at most: tokens times query heads
+PIECES = 7  # for each thread: the last piece of a slow core is waited for
 KEY_LINE, VALUE_LINE = 4 * TILE, 4  # bytes of a panel's line, of values per element
 LOWEST = np.float32(-3e38)
 
@@ -68,8 +69,8 @@ PREFILL = np.dtype(
 
 
 def span_tokens(heads: int, kv_heads: int, tokens: int, threads: int) -> int:
-    """Returns the tokens of one piece of work: its scores stay in the cache, and each thread has a piece."""
-    return max(1, min(MOST_ROWS * kv_heads // heads, -(-tokens * kv_heads // threads)))
+    """Returns the tokens of one piece of work: its scores stay in the cache, and each thread has several pieces."""
+    return max(1, min(MOST_ROWS * kv_heads // heads, -(-tokens * kv_heads // (threads * PIECES))))
 
 
 def scratch_floats(heads: int, kv_heads: int, head_dim: int, value_dim: int, span: int) -> int:

@@ -16,6 +16,7 @@ from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
+from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
 from edgemoe.kernels.cpu.decode_step import family_stages, make_step
 from edgemoe.kernels.cpu.encoded.row_code import RowCode
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
@@ -123,9 +124,10 @@ class Kernels(KernelContext):
         packed, plain = self.scratch("linear.x", tokens * n), self.scratch("linear.plain", n)
         self._pack(x, x_bf16, tokens, n, packed, plain, code.pack.address)
         job = self.linear_record
-        job["weight"], job["line"], job["multiply"] = weight, code.encoding.row_bytes(n), code.rows.address
+        line = code.encoding.row_bytes(n)
+        job["weight"], job["line"], job["multiply"] = weight, line, code.rows.address
         job["rows"], job["n"], job["x"], job["out"] = rows, n, packed, out
-        job["index"], job["tokens"] = self.iota, tokens
+        job["index"], job["tokens"], job["step"] = self.iota, tokens, rows_in_chunk(rows, line, self.pool.threads)
         self._linear(self.pool.control, job.ctypes.data)
 
     def grouped_linear(self, weight: int, groups: int, rows: int, n: int, x: int, tokens: int, out: int) -> None:
@@ -152,7 +154,8 @@ class Kernels(KernelContext):
         job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
         for name, count in products.scratch_floats(n, tokens, self.pool.threads).items():
             job[name] = self.scratch(f"product.{name}", count)
-        self.decode_rows(job, code, products.ROWS * n)
+        job["some"] = products.many_rows(self.pool.threads)
+        self.decode_rows(job, code, products.MOST_ROWS * n)
         self._product(self.pool.control, job.ctypes.data)
 
     def _product_of_bytes(
@@ -164,6 +167,7 @@ class Kernels(KernelContext):
         job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
         job["x"], job["x_bf16"], job["tokens"], job["out"], job["iota"] = x, x_bf16, tokens, out, self.iota
         job["multiply"], job["pack"] = code.byte_rows.address, code.byte_pack.address
+        job["some"] = products.many_rows(self.pool.threads)
         for name, count in products.byte_scratch_floats(n, tokens).items():
             job[name] = self.scratch(f"byte_product.{name}", count)
         self._byte_product(self.pool.control, job.ctypes.data)

@@ -10,7 +10,7 @@ import msgspec
 
 from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import CONFIG, Checkpoint, file_stat, fingerprint_of
-from edgemoe.store.gguf.gguf_file import GgufModel, is_gguf, open_gguf
+from edgemoe.store.gguf.gguf_file import GgufModel, is_gguf, open_gguf, refuse_other
 from edgemoe.store.gguf.gguf_models import config_of
 from edgemoe.store.gguf.gguf_tokenizer import tokenizer_files
 
@@ -38,7 +38,7 @@ def gguf_at(path: Path) -> Path | None:
     """
     if path.is_file():
         if path.suffix == ".gguf" and not is_gguf(path):
-            raise CheckpointError(f"{path} is no GGUF file, which would begin with GGUF; fetch it again")
+            refuse_other(path)
         return path if is_gguf(path) else None
     if not path.is_dir() or (path / CONFIG).is_file():
         return None

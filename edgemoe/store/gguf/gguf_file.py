@@ -12,13 +12,13 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import CheckpointError, ShardCutShort, UnsupportedModel
-from edgemoe.store.checkpoint import CheckpointTensor
+from edgemoe.store.checkpoint import START_BYTES, CheckpointTensor, refuse_substitute
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -113,6 +113,13 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def refuse_other(path: Path) -> NoReturn:
+    """Raises CheckpointError for a file that only has the name of a GGUF."""
+    with path.open("rb") as file:
+        refuse_substitute(path, file.read(START_BYTES))
+    raise CheckpointError(f"{path} is no GGUF file, which would begin with GGUF; fetch it again")
+
+
 def open_gguf(path: Path) -> GgufModel:
     """Reads the heads of a model's files; `path` is its only file, or any of several that are numbered.
 
@@ -163,8 +170,8 @@ class _Head:
         self._file_bytes = os.fstat(file.fileno()).st_size
 
     def read(self) -> tuple[dict[str, Value], dict[str, CheckpointTensor]]:
-        if self._read_bytes(4) != MAGIC:
-            raise CheckpointError(f"{self._path} is no GGUF file")
+        if self._read_bytes(len(MAGIC)) != MAGIC:
+            refuse_other(self._path)
         version = self._integer("<I")
         if version not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
