@@ -7,6 +7,7 @@ prompt changes that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -58,6 +59,7 @@ from edgemoe.types.request import Emission, Request, TokenLogprob
 from edgemoe.types.snapshot import IN_RAM, ON_DISK, RequestProgress, ServingSnapshot
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
+IDLE_S = 0.1  # between reports while no request runs
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 # The commands in a prompt:
 # * SAY{text}END: emits the text and ends
@@ -120,6 +122,7 @@ class Scripted:
         self.slots, self.queue = settings.engine.max_sequences, settings.engine.max_queue
         self.boot, self.name, self.node = boot, settings.model.name, settings.cluster.node
         self.running: dict[str, Running] = {}
+        self.submitted = asyncio.Event()
         self.end = IpcClient(boot.address, boot.boot_id, boot.speaks)
 
     async def serve(self) -> None:
@@ -157,6 +160,7 @@ class Scripted:
                 self.end.post(Emissions(items=[refusal(message)]))
             elif isinstance(message, Submit):
                 self.running[message.request.id] = self.accept(message)
+                self.submitted.set()
                 if message.signature:
                     name, attempt = message.request.id, message.attempt
                     self.end.post(PromptSignature(request=name, attempt=attempt, signature=signature(message.request)))
@@ -201,7 +205,7 @@ class Scripted:
     async def step_for_ever(self) -> None:
         steps = 0
         while True:
-            await asyncio.sleep(STEP_S)
+            await self.next_step()
             there = dict(self.running)
             items = [item for one in there.values() for item in self.emit(one)]
             if items:
@@ -210,13 +214,22 @@ class Scripted:
                 if there[name].submit.signature:
                     table = signature(there[name].submit.request)
                     self.end.post(ExpertDemandReport(choices=CHOICES, ended=(EndedRequest(table, table),)))
-            if (steps := steps + 1) % 20 == 0:
+            if (steps := steps + 1) % 20 == 0 or not there:
                 figures = {
                     "edgemoe_num_requests_running": float(len(self.running)),
                     names.named(names.STEPS, phase="decode"): float(steps),
                     names.named(names.STEP_SECONDS, phase="decode"): steps * STEP_S,
                 }
                 self.end.post(Stats(values=figures))
+
+    async def next_step(self) -> None:
+        """Sleeps for a step; while no request runs, until one comes, at most for the time between two reports."""
+        self.submitted.clear()
+        if self.running:
+            await asyncio.sleep(STEP_S)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.submitted.wait(), IDLE_S)
 
     def emit(self, one: Running) -> list[Emission]:
         request, attempt, index = one.submit.request, one.submit.attempt, one.index
