@@ -26,7 +26,10 @@ from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, PeerError
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary: install Debian's etcd-server")
+pytestmark = [
+    pytest.mark.early,
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary: install Debian's etcd-server"),
+]
 LONG_S = 90.0
 
 
