@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import os
@@ -63,8 +64,19 @@ def bound_socket(address: str, setting: str = "api.tcp") -> socket.socket:
         bound.bind((host.strip("[]"), int(port)))
     except (OSError, ValueError, OverflowError) as error:
         bound.close()
-        raise ServiceError(f"{setting}: cannot listen on {address}: {error}") from error
+        raise _cannot_listen(setting, address, error) from error
     return bound
+
+
+def _cannot_listen(setting: str, address: str, error: Exception) -> ServiceError:
+    """Returns the error of an address, with its reason and remedy."""
+    remedies = {
+        errno.EADDRINUSE: "another program has this port; stop it, or choose another port",
+        errno.EADDRNOTAVAIL: "this box has no such address; 127.0.0.1 is its own, 0.0.0.0 every one",
+        errno.EACCES: "a port below 1024 is for root alone; choose a higher one",
+    }
+    why = remedies.get(error.errno or 0, str(error)) if isinstance(error, OSError) else str(error)
+    return ServiceError(f"{setting}: cannot listen on {address}: {why}")
 
 
 class BoundPorts(NamedTuple):
@@ -96,7 +108,7 @@ def listening(bound: socket.socket, address: str, setting: str = "api.tcp") -> s
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ServiceError(f"{setting}: cannot listen on {address}: {error}") from error
+        raise _cannot_listen(setting, address, error) from error
     return bound
 
 

@@ -134,7 +134,7 @@ def test_serve_takes_its_addresses_before_it_packs(
         assert main(["serve", "--socket", str(door), *given, *options]) == 1
     error = capfd.readouterr().err
     assert "packing" not in error
-    assert {"port": "Address already in use", "socket": "another daemon listens", "directory": "runs here"}[
+    assert {"port": "another program has this port", "socket": "another daemon listens", "directory": "runs here"}[
         taken
     ] in error
     assert not stores.exists()

@@ -60,8 +60,17 @@ def test_a_socket_that_cannot_listen_is_closed() -> None:
 
 
 def test_a_tcp_address_in_use_is_an_error() -> None:
-    with tcp_socket("127.0.0.1:0") as taken, pytest.raises(ServiceError, match=r"api\.tcp"):
+    with tcp_socket("127.0.0.1:0") as taken, pytest.raises(ServiceError, match=r"api\.tcp.*choose another port"):
         tcp_socket(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("192.0.2.1:0", "this box has no such address"), ("127.0.0.1:70000", "0-65535"), ("nowhere:x", "invalid literal")],
+)
+def test_a_tcp_address_that_cannot_be_says_why(address: str, why: str) -> None:
+    with pytest.raises(ServiceError, match=rf"api\.tcp: cannot listen on {address}: .*{why}"):
+        tcp_socket(address)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
