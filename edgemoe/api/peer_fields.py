@@ -118,6 +118,8 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
     if "add_generation_prompt" in own:  # a chat's
         clients |= _read_functions(fields)
         _read_tools(fields)
+    if "response_format" in own and isinstance(kind_of := decoded(fields.get("response_format", NULL)), str):
+        fields["response_format"] = encoded({"type": kind_of or "text"})
     if "response_format" in own and _is_empty(decoded(fields.get("response_format", NULL))):
         fields["response_format"] = NULL
     if "response_format" in own and (name := read_format(fields, own)):
@@ -358,7 +360,7 @@ def _read_functions(fields: Fields) -> dict[str, str]:
     return {"tools": FUNCTIONS, "tool_choice": "function_call"}
 
 
-TOOL_CHOICES = {"any": "required", "required": "required", "auto": "auto", "none": "none"}
+TOOL_CHOICES = {"": "auto", "any": "required", "required": "required", "auto": "auto", "none": "none"}
 
 
 def _read_tools(fields: Fields) -> None:
@@ -375,6 +377,8 @@ def _read_tools(fields: Fields) -> None:
         allowed = _allow_tools(fields, choice)
     elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:
         fields["tool_choice"] = encoded({"function": {"name": choice["name"]}})
+    elif isinstance(choice, str):  # a function's name, as TGI has it
+        fields["tool_choice"] = encoded({"function": {"name": choice}})
     elif isinstance(choice, dict) and kind != "function":
         raise InvalidRequest(f"tool_choice: no tool of type {kind!r} runs here", param="tool_choice")
     if fields.get("tools", NULL)[:1] == b"[":

@@ -9,23 +9,21 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, structs
 
+from edgemoe.api.body_bounds import check_parts, check_values
 from edgemoe.api.field_names import FieldNames
 from edgemoe.api.peer_fields import MAX_BIASES, MAX_TEXT_BIASES, bare_scalar, read_peer_fields, unwrap_extra_body
 from edgemoe.api.schema_forms import object_schema
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS, Repetition
 
-MAX_PARTS = 100_000  # lists, objects and fields of one body, ignored ones included
 MAX_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, MAX_TOOL_CALLS = 4096, 4096, 1024, 256
 MAX_CHOICES = 10_000  # texts to choose from
 NEUTRAL_BYTES = 64  # of an unsupported field's value that may be without effect
-SLICE_BYTES = 128 << 10  # of a body that are looked at while other threads wait
-_ESCAPE = re.compile(rb"\\*+.?", re.DOTALL)
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -218,8 +216,15 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str | list[dict[str, Any]] | None = None  # Mistral's reasoning: text, or parts of text
 
 
+ROLES: dict[str, Role] = {  # by other servers' names
+    **{name: name for name in get_args(Role)},
+    "human": "user",
+    **dict.fromkeys(("model", "ai", "bot"), "assistant"),
+}
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: Role
+    role: str  # once read a Role
     content: (
         str | Annotated[list[Any], Meta(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | int | float | bool | None
     ) = None  # a list has texts and ContentParts; a tool's result may be any JSON
@@ -233,6 +238,10 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
+        if self.role not in ROLES or ROLES[self.role] != self.role:
+            if (role := ROLES.get(self.role.lower())) is None:
+                raise ValueError(f"role: Invalid enum value {self.role[:64]!r}")
+            structs.force_setattr(self, "role", role)
         if isinstance(self.content, list):
             structs.force_setattr(self, "content", self._parts(self.content))
         elif isinstance(self.content, int | float) and not self.is_result:
@@ -400,6 +409,7 @@ def _own_fields(body: bytes, kind: type[T]) -> tuple[dict[str, bytes], dict[str,
     fields = {name: bytes(value) for name, value in raw.items()}
     if issubclass(kind, RequestBody):
         unwrap_extra_body(fields)
+        check_values(fields)
         refuse_unsupported(fields, kind)
     return fields, read_peer_fields(fields, kind) if issubclass(kind, msgspec.Struct) else {}
 
@@ -407,24 +417,6 @@ def _own_fields(body: bytes, kind: type[T]) -> tuple[dict[str, bytes], dict[str,
 def convert(value: dict[str, Any], kind: type[T]) -> T:
     """Returns `value` as a `kind`. Raises InvalidRequest with the path of the first invalid field."""
     return _read(lambda: msgspec.convert(value, kind, str_keys=True))
-
-
-def check_parts(body: bytes) -> None:
-    """Raises InvalidRequest where a body has so many lists, objects and fields that reading it would hold up others."""
-    if len(body) <= MAX_PARTS:
-        return
-    parts, begin, in_text = 0, 0, False
-    while begin < len(body):
-        end = begin + SLICE_BYTES
-        if body[end - 1 : end] == b"\\" and (escape := _ESCAPE.match(body, end)):
-            end = escape.end()
-        between = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        rest = b"".join(between[in_text::2])
-        parts += sum(map(rest.count, (b"[", b"{", b":")))
-        if parts > MAX_PARTS:
-            why = f"the body has more than {MAX_PARTS} lists, objects and fields"
-            raise InvalidRequest(why, code="body_too_complex")
-        begin, in_text = end, in_text != (len(between) % 2 == 0)
 
 
 def refuse_unsupported(fields: Mapping[str, bytes], kind: type[msgspec.Struct]) -> None:
@@ -457,7 +449,7 @@ def _read(make: Callable[[], T]) -> T:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-_INNER = re.compile(r"((?:content|parameters)[\w.\[\]]*): ")  # the path of a fault that a struct itself found
+_INNER = re.compile(r"((?:content|parameters|role)[\w.\[\]]*): ")  # the path of a fault that a struct itself found
 
 
 def _code(reason: str) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from edgemoe.api.body_bounds import MAX_PARTS
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.responses import ResponsesBody
 from edgemoe.api.schema import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     REFUSED,

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from edgemoe.api import schema
+from edgemoe.api import body_bounds
 from edgemoe.errors import InvalidRequest
 
 LETTERS = ('"', "\\", "[", "{", ":", "a", "é", "\n")
@@ -38,13 +38,13 @@ def drawn(rng: random.Random) -> tuple[bytes, int]:
 @pytest.mark.parametrize("slice_bytes", [1, 2, 3, 7, 64])
 def test_parts_are_counted_alike_in_slices_of_any_size(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
     rng = random.Random(slice_bytes)
-    monkeypatch.setattr(schema, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(body_bounds, "SLICE_BYTES", slice_bytes)
     for _ in range(300):
         body, parts = drawn(rng)
         if parts == 0:
             continue
-        monkeypatch.setattr(schema, "MAX_PARTS", parts)
-        schema.check_parts(body)
-        monkeypatch.setattr(schema, "MAX_PARTS", parts - 1)
+        monkeypatch.setattr(body_bounds, "MAX_PARTS", parts)
+        body_bounds.check_parts(body)
+        monkeypatch.setattr(body_bounds, "MAX_PARTS", parts - 1)
         with pytest.raises(InvalidRequest):
-            schema.check_parts(body)
+            body_bounds.check_parts(body)

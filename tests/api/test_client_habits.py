@@ -556,3 +556,33 @@ async def test_ten_thousand_choices_are_followed_and_too_many_optional_propertie
         answer = await http.post("/v1/chat/completions", json={"messages": SAID, "response_format": form})
         assert answer.status_code == status, answer.text
     assert "481 that may be missing, more than the 480 allowed" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("role", "own"),
+    [
+        *(("User", "user"), ("HUMAN", "user"), ("human", "user"), ("model", "assistant"), ("AI", "assistant")),
+        *(("bot", "assistant"), ("System", "system"), ("tool", "tool")),
+    ],
+)
+async def test_a_role_is_read_by_other_names(http: httpx.AsyncClient, role: str, own: str) -> None:
+    async def prompt(name: str) -> str:
+        turns = [*SAID, {"role": name, "content": "x"}, *SAID]
+        return str((await http.post("/apply-template", json={"messages": turns})).json()["prompt"])
+
+    assert await prompt(role) == await prompt(own)
+
+
+async def test_a_format_of_too_many_values_is_refused_before_it_is_decoded(http: httpx.AsyncClient) -> None:
+    for depth, status in ((10, 200), (12, 400)):
+        schema: Any = {"const": 1}
+        for _ in range(depth):
+            schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+        for form in (
+            {"json_schema": {"schema": schema}, "type": "json_schema"},
+            {"type": "json_object", "schema": schema},
+        ):
+            answer = await http.post("/v1/chat/completions", json={"messages": SAID, "response_format": form})
+            assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"] == "response_format has more than 20000 values"
+    assert answer.json()["error"]["code"] == "invalid_grammar"

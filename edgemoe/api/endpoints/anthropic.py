@@ -84,7 +84,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     system: str | Blocks | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | Literal["auto", "any", "required", "none"] | None = None
+    tool_choice: ToolChoice | schema.Label | None = None
     thinking: ThinkingOptions | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
@@ -114,7 +114,10 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     messages = _messages(body, fields)
     if (body.n or 1) > 1:
         raise InvalidRequest("n: one answer at a time", param="n")
-    choice = ToolChoice(type=body.tool_choice) if isinstance(body.tool_choice, str) else body.tool_choice
+    choice = body.tool_choice
+    if isinstance(choice, str):
+        kind: Any = choice or "auto"
+        choice = ToolChoice(type=kind) if kind in TOOL_CHOICES else ToolChoice(type="function", name=choice)
     thinking = body.thinking is not None and body.thinking.type != "disabled"
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {

@@ -14,6 +14,7 @@ from msgspec import Meta
 from starlette.responses import JSONResponse, Response
 
 from edgemoe.api import schema
+from edgemoe.api.body_bounds import MAX_PARTS
 from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
@@ -99,7 +100,7 @@ class OllamaPrompt(OllamaBody, frozen=True, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: Annotated[list[schema.TokenId], Meta(max_length=schema.MAX_PARTS)] | None = None
+    context: Annotated[list[schema.TokenId], Meta(max_length=MAX_PARTS)] | None = None
     raw: bool | None = None
     images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
 

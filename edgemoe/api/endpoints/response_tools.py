@@ -87,6 +87,8 @@ class ToolOffer:
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if isinstance(kind, str) and kind in TOOL_CHOICES:
             return TOOL_CHOICES[kind]
+        if isinstance(choice, str):
+            return {"function": {"name": self._named({"name": choice})}}
         if not isinstance(choice, dict):
             return choice
         if kind == "allowed_tools":

@@ -18,6 +18,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from msgspec import structs
 
+from edgemoe.api.body_bounds import MAX_VALUES
 from edgemoe.api.dialects.dialect import HERMES, ChannelMarks, Dialect, OutputStart
 from edgemoe.api.generate.json_schema import has_patterns, prepared
 from edgemoe.api.generate.tool_call_grammar import (
@@ -32,7 +33,6 @@ from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.api.schema_forms import usual_schema
 from edgemoe.errors import InvalidRequest
 
-MAX_VALUES = 20_000  # objects, lists, texts, numbers of one schema, and names in it
 MAX_DEPTH = 64
 MAX_MULTIPLE = 1_000_000  # multipleOf, read without its decimal point
 MAX_LEAST = 1_000_000  # minLength and the like

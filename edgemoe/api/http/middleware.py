@@ -80,10 +80,12 @@ class PlainPaths:
             return short
         while path.startswith(f"{VERSION}{VERSION}/"):
             path = path.removeprefix(VERSION)
+        if path.startswith(f"{VERSION}/") and path not in self._known and path.removeprefix(VERSION) in self._known:
+            return path.removeprefix(VERSION)
         at = path.rfind(f"{VERSION}/")
         if at > 0 and path[at:] in self._known:
             return path[at:]
-        if path.startswith(f"{VERSION}/"):
+        if path.startswith(f"{VERSION}/") and not path.startswith(ENGINES):
             return path
         last = whole.rpartition("/")[2]
         found = (own for own in (f"{VERSION}/chat/{last}", f"{VERSION}/{last}") if self._ends_so(whole, own))
@@ -95,6 +97,7 @@ class PlainPaths:
 
 SLASHES = re.compile(r"/{2,}")
 VERSION = "/v1"
+ENGINES = "/v1/engines/"  # OpenAI's first form: the model's name follows, as behind Azure's deployments
 PER_S, AT_ONCE = 50.0, 200.0  # requests of one address without a key
 ALL_PER_S, ALL_AT_ONCE = 200.0, 400.0  # of all addresses together
 REFUSED = 5.0  # requests that one with a wrong key counts as
