@@ -40,9 +40,10 @@ class ModelNeeds:
     kv_bytes_per_token: int  # in the layers that see all tokens
     experts: ExpertGeometry
     context_tokens: int
-    state_bytes: int = 0  # of one sequence, where layers have states beside keys and values
+    state_bytes: int = 0  # of one sequence, where layers here have states beside keys and values
+    has_states: bool = False  # some layers of the model have states, here or on another box
     decoded_bytes: int = 0  # of the weights except the experts where a GPU holds them; 0: as many as elsewhere
-    window: int = 0  # tokens, where layers have windows
+    window: int = 0  # tokens, where layers have windows, here or on another box
     window_block_bytes: int = 0
     table_bytes: int = 0  # of tables that stay on disk
     row_bytes: int = 0  # of one of their rows
@@ -218,7 +219,8 @@ def _sequences(
     `free` is left beside the dense weights. `remedy` is for too little memory for both.
     """
     block_bytes, most = needs.block_bytes, settings.engine.max_sequences
-    least_states, most_slots = LEAST_SLOTS * needs.state_bytes, LEAST_SLOTS * most + 1  # one snapshot for each sequence
+    least_states = LEAST_SLOTS * needs.state_bytes
+    most_slots = LEAST_SLOTS * most + 1 if needs.has_states else 0  # one snapshot for each sequence
     least_windows = least_blocks(needs.window) * needs.window_block_bytes if needs.window else 0
     least = 2 * block_bytes + least_states + least_windows
     total = settings.memory.kv_bytes
@@ -233,9 +235,9 @@ def _sequences(
         typical = most * min(one, needs.held_bytes(TYPICAL_TOKENS)) + most_slots * needs.state_bytes
         total = max(least, min(max(one + least_states, typical), int(free * KV_SHARE)))
     if needs.window and not needs.state_bytes:
-        return total, 0
+        return total, most_slots
     if not needs.state_bytes:
-        return total // block_bytes * block_bytes, 0
+        return total // block_bytes * block_bytes, most_slots
     slots = min(max(LEAST_SLOTS, total // 2 // needs.state_bytes), most_slots)
     return (total - slots * needs.state_bytes) // block_bytes * block_bytes, slots
 
@@ -250,6 +252,8 @@ def _blocks(kv_bytes: int, needs: ModelNeeds, context_tokens: int, step_tokens: 
     if not needs.window:
         return kv_bytes // block_bytes, 0
     least = least_blocks(needs.window)
+    if not window_bytes:  # other boxes have the layers with windows
+        return kv_bytes // block_bytes, max(least, kv_bytes // block_bytes + 1)
     spare = max(0, kv_bytes - least * window_bytes)
     windows = least + min(-(-step_tokens // BLOCK_TOKENS), spare // STEP_SHARE // window_bytes)
     context = min(-(-context_tokens // BLOCK_TOKENS), max(0, kv_bytes - windows * window_bytes) // block_bytes)

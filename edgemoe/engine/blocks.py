@@ -305,6 +305,13 @@ class BlockManager:
         if self._windows is not None:
             self._windows.forget(gone)
 
+    def resize(self, blocks: int) -> None:
+        """Hands out the first `blocks` blocks only. Nobody may hold any, and none may be known."""
+        assert self.free == self.count
+        assert not self._known
+        self.count = blocks
+        self._free = OrderedDict.fromkeys(range(blocks))
+
     def forget_all(self) -> None:
         """Removes all blocks and states from the prefix cache. Sequences that hold some keep them."""
         self.forget(list(self._known))
@@ -368,7 +375,7 @@ class BlockManager:
         """Raises AssertionError unless every invariant holds, given all sequences with blocks."""
         live = list(live)
         held = Counter(block for seq in live for block in seq.blocks)
-        assert [held[block] for block in range(self.count)] == self._refs, "reference counts are off"
+        assert [held[block] for block in range(len(self._refs))] == self._refs, "reference counts are off"
         assert set(self._free) == {block for block in range(self.count) if not self._refs[block]}
         assert {key: block for block, key in enumerate(self._key) if key is not None} == self._known
         seen: set[bytes | None] = {None}

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec import structs
 
+from edgemoe.config.budgets import LEAST_SLOTS
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
@@ -22,7 +24,9 @@ from edgemoe.engine.window_blocks import WindowBlocks
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits
+from edgemoe.types.stages import CacheRoom
 from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.windows import least_blocks
 
 
 def engine_metrics(
@@ -82,13 +86,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         spec, grammars, states = model.spec, model.grammars, None
+        self._budget, self._most_sequences = budget, settings.max_sequences
         if budget.state_slots:
             most = min(settings.max_sequences, (budget.state_slots - 1) // 2)  # one slot to read, one to write
             settings = structs.replace(settings, max_sequences=most)
             states = StateSlots(budget.state_slots, most)
         windows = WindowBlocks(budget.window_blocks, spec.kv_layout.window) if budget.window_blocks else None
         self.max_sequences = settings.max_sequences  # that run at once
-        self._windows = windows
+        self._windows, self._states = windows, states
         self.blocks = BlockManager(
             budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states, windows
         )
@@ -127,16 +132,40 @@ class Engine:
         thread.start()
         return thread
 
+    def is_idle(self) -> bool:
+        """Returns whether it has no requests, and no other box has asked for its layers lately. From any thread."""
+        return self.scheduler.idle and not self.runner.is_serving_stage
+
     @property
     def speculation(self) -> Speculation | None:
         """Returns the part that drafts tokens; None where the setting or the model has none."""
         return self.scheduler.speculation
 
-    def compute_again(self) -> None:
+    def compute_again(self, most: CacheRoom | None = None) -> None:
         """Computes the keys and values of all running requests again, and empties the prefix cache, before the next
-        step. From any thread.
+        step. From then on at most so many places are used, if `most` states them. From any thread.
         """
-        self.loop.call(self.scheduler.restart_all)
+        self.loop.call(partial(self._compute_again, most))
+
+    def _compute_again(self, most: CacheRoom | None) -> None:
+        self.scheduler.restart_all()
+        if most is None:
+            return
+        budget = self._budget
+        self.blocks.resize(min(budget.kv_blocks, most.blocks or budget.kv_blocks))
+        if (windows := self._windows) is not None:
+            count = min(budget.window_blocks, most.window_blocks or budget.window_blocks)
+            windows.resize(max(least_blocks(windows.window), count))
+        if (states := self._states) is not None:
+            slots = max(LEAST_SLOTS, min(budget.state_slots, most.state_slots or budget.state_slots))
+            self.max_sequences = min(self._most_sequences, (slots - 1) // 2)
+            states.resize(slots, self.max_sequences)
+            self.scheduler.max_sequences = self.max_sequences
+        context_tokens = min(budget.context_tokens, self.blocks.count * BLOCK_TOKENS)
+        self.limits = RequestLimits(context_tokens, self.limits.vocab)
+        if self.speculation is not None:
+            self.speculation.context_tokens = context_tokens
+        self.loop.limit(self.limits)
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""

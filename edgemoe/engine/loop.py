@@ -204,6 +204,15 @@ class StepLoop:
             if seq.matcher.finished:
                 self._finish(seq, "stop")
 
+    def limit(self, limits: RequestLimits) -> None:
+        """Applies other limits from now on, and ends requests that are too long for them. On the compute thread."""
+        self._limits = limits
+        for seq in list(self._requests.values()):
+            with self._failing_alone(seq):
+                check_request(seq.request, (), limits, grammars=self._grammars is not None)
+                if finish := self._length_finish(seq):
+                    self._finish(seq, finish)
+
     def _refuse(self, seq: Sequence) -> None:
         error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
         if (known := self._requests.get(seq.request.id)) is seq:

@@ -50,7 +50,7 @@ class PrefixTransfer:
         self._blocks, self._states, self._windows, self._kv, self._layout = blocks, states, windows, kv, layout
         self.entry_bytes = {  # 0 where the model has no such entries
             EntryKind.BLOCK: _row_bytes(kv.data) + blocks.signatures[:1].nbytes,
-            EntryKind.STATE: 0 if states is None else _row_bytes(kv.states.data),
+            EntryKind.STATE: 0 if states is None or kv.states is None else _row_bytes(kv.states.data),
             EntryKind.WINDOW: 0 if windows is None else _row_bytes(kv.windows.data),
         }
 

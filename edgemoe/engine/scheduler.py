@@ -121,6 +121,7 @@ class Scheduler:
         self.step_shares = StepShares(settings.step_stretch, StepPrices())
         self.speculation: Speculation | None = None  # drafts tokens
         self.steps = 0
+        self.max_sequences = settings.max_sequences  # that run at once
         self._kv_swap = kv_swap
         self.admissions = 0
         self._admitted_s = 0.0
@@ -154,7 +155,7 @@ class Scheduler:
         """
         self.fairness.add_request(seq.identity)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
-        if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
+        if len(self.waiting) + len(self.running) <= self._settings.max_queue + self.max_sequences:
             return None
         new = [other for other in self.waiting if not other.started and not other.emitted]
         if not new:
@@ -404,7 +405,7 @@ class Scheduler:
     def _fits(self, seq: Sequence) -> bool:
         if not self.running:
             return True  # no request is accepted that does not fit alone
-        if len(self.running) >= self._settings.max_sequences:
+        if len(self.running) >= self.max_sequences:
             return False
         if self._blocks.needs(seq) + self._reserve([*self.running, seq]) > self._blocks.free:
             return False
@@ -472,7 +473,7 @@ class Scheduler:
         assert len(set(map(id, both))) == len(both)
         assert all(seq.blocks for seq in self.running)
         assert not any(seq.blocks for seq in self.waiting)
-        assert len(self.running) <= self._settings.max_sequences
+        assert len(self.running) <= self.max_sequences
         self._blocks.check_integrity(self.running)
         self.fairness.check_integrity(Counter(seq.identity for seq in both))
         if self._kv_swap:

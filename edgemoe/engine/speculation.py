@@ -37,7 +37,7 @@ class Speculation:
     def __init__(self, blocks: BlockManager, shares: StepShares, context_tokens: int) -> None:
         self.governor = DraftGovernor()
         self.accepted = self.rejected = 0  # drafted tokens in all
-        self._blocks, self._shares, self._context_tokens = blocks, shares, context_tokens
+        self._blocks, self._shares, self.context_tokens = blocks, shares, context_tokens
 
     def metrics(self) -> dict[str, float]:
         """Returns its metrics by their final names. May be called from any thread."""
@@ -90,7 +90,7 @@ class Speculation:
     def _draft(self, seq: Sequence) -> Draft:
         drafts = self._drafts_of(seq)
         drafts.lookup.follow(seq.tokens)
-        ends = min(seq.sampling.max_tokens - seq.emitted, self._context_tokens - len(seq.tokens)) - 1
+        ends = min(seq.sampling.max_tokens - seq.emitted, self.context_tokens - len(seq.tokens)) - 1
         return drafts.lookup.draft(min(MOST_DRAFTED, ends))
 
     def _drafts_of(self, seq: Sequence) -> RequestDrafts:

@@ -1,7 +1,7 @@
 """Computes this box's layers for the sequences of another box, whose engine owns these and their blocks.
 
-Keys and values lie in this box's blocks under the other's numbers. So its block tables, prefix cache and pauses work
-without any of them here.
+Keys, values and states lie in this box's blocks and slots under the other's numbers. So its block tables, prefix cache
+and pauses work without any of them here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from edgemoe.engine.engine import Engine
 from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import PeerRefused
 from edgemoe.model.kv import KVCache
-from edgemoe.types.stages import Stage, StageWork, blocks_of
-from edgemoe.types.step import Batch, ExpertExecutor, StepMeta
+from edgemoe.types.stages import CacheRoom, Stage, StageWork, blocks_of
+from edgemoe.types.step import Batch, ExpertExecutor, StateUse, StepMeta
 
 MOST_OPENING = 1 << 62
 
@@ -43,11 +43,11 @@ class StageHost:
     ) -> None:
         self.steps = 0
         self._head, self._stage = stages[0].node, next(stage for stage in stages if stage.node == node)
-        self._layers, self._model, self._engine, self._blocks = layers, model, engine, engine.blocks.count
-        self._windows = 0 if model.kv.windows is None else model.kv.windows.blocks
+        self._layers, self._model, self._engine = layers, model, engine
+        self.room = room_of(model.kv)
         self._opening, self._owner, self._number = 0, ("", ""), 0
 
-    def open(self, peer: str, boot: str, layers: range, blocks: int, window_blocks: int) -> int:
+    def open(self, peer: str, boot: str, layers: range) -> int:
         """Returns the number of an opening for an engine; it stays the same for the same engine. Raises PeerRefused.
 
         Called on the event loop.
@@ -59,21 +59,18 @@ class StageHost:
             raise PeerRefused(
                 f"{self._stage.node} holds {self._stage}, not {theirs}: state the same cluster.stages on all boxes"
             )
-        for count, here, kind in ((blocks, self._blocks, "blocks"), (window_blocks, self._windows, "windows' blocks")):
-            if count > here and (here or kind == "blocks"):
-                raise PeerRefused(
-                    f"{self._stage.node} has {here} {kind} of keys and values, and {peer} has {count}. "
-                    f"Raise memory.kv_bytes on {self._stage.node} by {-(-100 * count // here) - 100} %, "
-                    f"or lower it on {peer}"
-                )
         if self._owner != (peer, boot):
             self._owner, self._number = (peer, boot), 0
             self._opening = 1 + secrets.randbelow(MOST_OPENING)
         return self._opening
 
+    def close(self) -> None:
+        """Makes the opening invalid, so that the other box computes all keys and values again. From any thread."""
+        self._owner, self._opening = ("", ""), 0
+
     def start(self, opening: int, number: int, work: StageWork) -> Future[npt.NDArray[np.float32]]:
         """Computes a step on the compute thread, before this box's next own. Its future may raise PeerRefused."""
-        self._check_blocks(work)
+        self._check_places(work)
         return self._engine.loop.ask(lambda: self._compute(opening, number, work))
 
     def warm_up(self, tokens: int) -> Future[None]:
@@ -83,16 +80,26 @@ class StageHost:
     def _warm_up(self, tokens: int) -> None:
         model = self._model
         blocks = list(range(blocks_of(tokens + 1)))
-        cache = KVCache.of(model.spec, len(blocks), 0, model.device)
+        cache = KVCache.of(model.spec, len(blocks), 3, model.device)
         for first, count in ((0, tokens), (tokens, 1)):
             hidden = torch.randn(count, model.spec.hidden, generator=torch.Generator().manual_seed(0))
-            batch, meta = batch_of(StageWork(hidden.numpy(), [count], [first + count], [blocks], ()))
+            states = [StateUse(min(first, 1), [(count, 1 + min(first, 1))])] if model.spec.state_layers else []
+            batch, meta = batch_of(StageWork(hidden.numpy(), [count], [first + count], [blocks], (), states))
             self._engine.runner.compute_stage(meta, partial(self._layers.compute, hidden, batch, cache, model.experts))
 
-    def _check_blocks(self, work: StageWork) -> None:
-        for tables, count in ((work.block_tables, self._blocks), (work.window_tables, self._windows)):
-            if tables and not (min(map(min, tables)) >= 0 and max(map(max, tables)) < (count or self._blocks)):
+    def _check_places(self, work: StageWork) -> None:
+        kv, room = self._model.kv, self.room
+        for tables, count in ((work.block_tables, room.blocks), (work.window_tables, room.window_blocks)):
+            if count and tables and not (min(map(min, tables)) >= 0 and max(map(max, tables)) < count):
                 raise PeerRefused("a step with a block that is not there")
+        if bool(work.states) != self._model.spec.has_states:
+            raise PeerRefused("a step with other states than the model has")
+        if kv.states is None:
+            return
+        reads = [use.read for use in work.states]
+        writes = [slot for use in work.states for _, slot in use.writes]
+        if not (min(reads) >= 0 and min(writes) > 0 and max(reads + writes) < room.state_slots):
+            raise PeerRefused("a step with a state that is not there")
 
     def _compute(self, opening: int, number: int, work: StageWork) -> npt.NDArray[np.float32]:
         if opening != self._opening or number <= self._number:
@@ -107,6 +114,16 @@ class StageHost:
             return found.numpy().copy()
 
         return self._engine.runner.compute_stage(meta, compute)
+
+
+def room_of(kv: KVCache) -> CacheRoom:
+    """Returns the number of places in this box's layers of each kind."""
+    windows, states = kv.windows, kv.states
+    return CacheRoom(
+        kv.blocks if kv.block_bytes else 0,
+        0 if windows is None or not windows.block_bytes else windows.blocks,
+        0 if states is None else len(states.data),
+    )
 
 
 def batch_of(work: StageWork) -> tuple[Batch, StepMeta]:
@@ -124,7 +141,7 @@ def batch_of(work: StageWork) -> tuple[Batch, StepMeta]:
         block_tables=work.block_tables,
         logit_rows=torch.empty(0, dtype=torch.int64),
         decode=bool(decode.all()),
-        states=(),
+        states=work.states,
         window_tables=work.window_tables,
     )
     return batch, StepMeta(("",) * len(lens), lens, decode, tokens, positions)

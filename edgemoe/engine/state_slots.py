@@ -68,6 +68,13 @@ class StateSlots:
             self._release(slot)
         return True
 
+    def resize(self, slots: int, sequences: int) -> None:
+        """Hands out the first `slots` slots only. Nobody may hold any, and none may be known."""
+        assert len(self._free) == self.count - 1
+        assert not self._known
+        self.count, self._spare = slots, slots - 1 - 2 * sequences
+        self._free = OrderedDict.fromkeys(range(1, slots))
+
     def resume(self, seq: Sequence, keys: Row[bytes]) -> None:
         """Gives `seq` the state after the blocks with these keys, which is known; without blocks the first one."""
         seq.state = self._known[keys[-1]] if keys else BEGINNING
@@ -165,7 +172,7 @@ class StateSlots:
         live = list(live)
         held = Counter([BEGINNING, *(seq.state for seq in live)])
         pending = Counter(slot for seq in live for _, slot in seq.next_states)
-        assert [(held + pending)[slot] for slot in range(self.count)] == self._refs, "reference counts are off"
+        assert [(held + pending)[slot] for slot in range(len(self._refs))] == self._refs, "reference counts are off"
         assert not any(self._key[slot] or held[slot] or count > 1 for slot, count in pending.items())
         assert set(self._free) == {slot for slot in range(self.count) if not self._refs[slot]}
         assert {key: slot for slot, key in enumerate(self._key) if key is not None} == self._known

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+STAGE_PAUSE_S = 1.0  # without a step for another box, after which this one is idle
 
 
 def describe(works: Rows[ScheduledWork]) -> StepMeta:
@@ -189,6 +190,7 @@ class ForwardRunner:
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
         self._ids: npt.NDArray[np.int16] = np.empty((0, 0, 0), np.int16)  # see `StepExperts.begin_step`
+        self.stage_ended_s = -math.inf  # when this box last computed its layers for another box
         self._reached: tuple[float | None, int] = None, 0  # when the step began, and layers whose gates have chosen
         self._since_s = 0.0
         self._model, self._watchers = model, watchers
@@ -209,6 +211,11 @@ class ForwardRunner:
         if reached != self._reached:
             self._reached, self._since_s = reached, now_s
         return 0.0 if started_s is None else now_s - self._since_s
+
+    @property
+    def is_serving_stage(self) -> bool:
+        """Returns whether this box computes layers for another box, or just did. May be read on any thread."""
+        return self.started_s is not None or self._clock() - self.stage_ended_s < STAGE_PAUSE_S
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -269,6 +276,7 @@ class ForwardRunner:
             self._ids = self._model.experts.begin_step(meta)
             result = compute()
             routing = self._model.experts.end_step()
+            self.stage_ended_s = self._clock()
         phase = "decode" if meta.decode.all() else "prefill"
         self.totals["steps", phase] += 1
         self.totals["seconds", phase] += self._clock() - began_s

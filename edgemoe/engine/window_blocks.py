@@ -89,6 +89,13 @@ class WindowBlocks:
             self._release(block, kept=True)
         return True
 
+    def resize(self, blocks: int) -> None:
+        """Hands out the first `blocks` blocks only. Nobody may hold any, and none may be known."""
+        assert self.free == self.count - 1
+        assert not self._known
+        self.count = blocks
+        self._passed, self._kept = OrderedDict.fromkeys(range(1, blocks)), OrderedDict()
+
     def resume(self, seq: Sequence, keys: Row[bytes], branch: int) -> None:
         """Gives `seq` the last window of the blocks with these keys, which is known.
 
@@ -195,7 +202,7 @@ class WindowBlocks:
         """Raises AssertionError unless every invariant holds, given all sequences with blocks."""
         live = list(live)
         held = Counter(chain([NOTHING], *(seq.window_blocks[seq.window_begin :] for seq in live)))
-        assert [held[block] for block in range(self.count)] == self._refs, "reference counts are off"
+        assert [held[block] for block in range(len(self._refs))] == self._refs, "reference counts are off"
         assert {*self._passed, *self._kept} == {block for block in range(self.count) if not self._refs[block]}
         assert not set(self._passed) & set(self._kept)
         assert {key: block for block, key in enumerate(self._key) if key is not None} == self._known

@@ -376,11 +376,10 @@ class ModelSpec:
     def kv_layout(self) -> KVLayout:
         """The offsets of each layer's keys and values in a block. Layers that other boxes hold have none here."""
         heads, held = [each.heads for each in self.attention], self.held_layers
-        kept = [replace(each.kv, dtype=self.dtype, int8=self.kv_int8) for each in heads]
-        kept = [row if layer in held else KVRow() for layer, row in enumerate(kept)]
-        windows = [each.window if row.kv_heads else 0 for each, row in zip(heads, kept, strict=True)]
-        rows = (replace(row, windowed=window > 0) for row, window in zip(kept, windows, strict=True))
-        return KVLayout.of(rows, max(windows))
+        rows = [replace(each.kv, dtype=self.dtype, int8=self.kv_int8) for each in heads]
+        windows = [each.window if row.kv_heads else 0 for each, row in zip(heads, rows, strict=True)]
+        rows = [replace(row, windowed=window > 0) for row, window in zip(rows, windows, strict=True)]
+        return KVLayout.of((row if layer in held else KVRow() for layer, row in enumerate(rows)), max(windows))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -389,13 +388,18 @@ class ModelSpec:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Returns the layers with states. Every index of states counts these alone, from 0."""
-        return tuple(n for n, each in enumerate(self.attention) if each.heads.state_floats)
+        """Returns this box's layers with states. Every index of states counts these alone, from 0."""
+        return tuple(layer for layer in self.held_layers if self.attention[layer].heads.state_floats)
+
+    @property
+    def has_states(self) -> bool:
+        """Returns whether any layer of the model has states, here or on another box."""
+        return any(each.heads.state_floats for each in self.attention)
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of one sequence's states in all layers."""
-        return STATE_ITEM_BYTES * sum(each.heads.state_floats for each in self.attention)
+        """Returns the bytes of one sequence's states on this box."""
+        return STATE_ITEM_BYTES * sum(self.attention[layer].heads.state_floats for layer in self.state_layers)
 
 
 NORMS = {  # `norms` of a block -> the norms of a layer, in the order of their use

@@ -104,6 +104,7 @@ class StagedDecoder:
                 batch.context_lens,
                 _used(batch.block_tables, batch.context_lens),
                 _used(batch.window_tables, batch.context_lens),
+                batch.states,
             )
             residual = torch.from_numpy(caller.compute(work))
         last = ends.norm(residual[batch.logit_rows].to(self.device)).to(DTYPES[self.spec.dtype])

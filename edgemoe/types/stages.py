@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, StateUse
 
 STAGE = re.compile(r"([a-z0-9][a-z0-9-]{0,62}):([0-9]{1,4})-([0-9]{1,4})")
 
@@ -53,6 +53,19 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+class CacheRoom(NamedTuple):
+    """A box's places for keys, values and states. 0: it has no such layers, so that any number does."""
+
+    blocks: int = 0  # of layers that see all tokens
+    window_blocks: int = 0  # of layers with windows
+    state_slots: int = 0
+
+    @classmethod
+    def least(cls, rooms: Iterable[CacheRoom]) -> CacheRoom:
+        """Returns the places that all of several boxes have."""
+        return cls(*(min(filter(None, counts), default=0) for counts in zip(*rooms, strict=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class StageWork:
     """One step's tokens in a stage: S sequences, T tokens in all, as in `Batch`."""
@@ -62,6 +75,7 @@ class StageWork:
     context_lens: Sequence[int]  # [S]
     block_tables: Sequence[Sequence[int]]  # [S][blocks of the context]
     window_tables: Sequence[Sequence[int]]  # [S] likewise; empty where these blocks have the same ids
+    states: Sequence[StateUse] = ()  # [S], empty where the model has no states
 
 
 def blocks_of(context_tokens: int) -> int:

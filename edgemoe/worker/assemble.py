@@ -278,7 +278,7 @@ def _scrubber(
         return store.manifest.entry(layer, expert).xxh3_128 if store.manifest.present(layer, expert) else None
 
     source = store if sharing is None else sharing.store
-    return RamScrubber(geometry, tiers.residency, tiers.ram, source, checksum_of, lambda: engine.scheduler.idle)
+    return RamScrubber(geometry, tiers.residency, tiers.ram, source, checksum_of, engine.is_idle)
 
 
 def _activity(settings: Settings, geometry: ExpertGeometry, budgets: Budgets) -> ActivityCounter | None:
@@ -390,6 +390,7 @@ def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
         experts=experts,
         context_tokens=spec.context_tokens,
         state_bytes=spec.state_bytes,
+        has_states=spec.has_states,
         decoded_bytes=decoded_bytes(spec),
         window=layout.window,
         window_block_bytes=layout.window_block_bytes,

@@ -104,7 +104,7 @@ class ClusterMember:
                 self.plane.server.compute_own,
                 self.plane.calls.ask_another,
                 lambda layer: tiers.residency.resident_mask()[layer],
-                lambda: engine.scheduler.idle,
+                engine.is_idle,
             ),
             self._cut_off,
         )
@@ -216,6 +216,8 @@ class ClusterMember:
         log.error("a box is cut off: its answers are wrong", extra={"peer": node, "why": why})
         self.plane.calls.cut(node)
         self._engine.compute_again()
+        if self._stages is not None and self._stages.host is not None:
+            self._stages.host.close()
         self.forget_saved()
         self._post(PeerCutOff(node=node, why=why[:TEXT_CHARS]))
 

@@ -18,7 +18,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.model.staged import StagedDecoder
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
-from edgemoe.types.stages import Stage, parse_stages
+from edgemoe.types.stages import CacheRoom, Stage, parse_stages
 
 ROW_BYTES = 4  # of a number of the residual
 
@@ -29,11 +29,6 @@ def spec_of_stage(spec: ModelSpec, settings: Settings) -> ModelSpec:
     if stages[-1].after != spec.layers:
         raise ConfigError(
             f"cluster.stages ends with layer {stages[-1].after - 1}, but the model's last is {spec.layers - 1}"
-        )
-    if spec.state_layers:
-        raise ConfigError(
-            f"cluster.stages: layers of the family {spec.family} have states beside keys and values, "
-            "which boxes cannot hold for each other yet; serve it without stages"
         )
     if spec.layer_inputs is not None:
         raise ConfigError(
@@ -47,10 +42,7 @@ def spec_of_stage(spec: ModelSpec, settings: Settings) -> ModelSpec:
             f"cluster.stages: a step's tokens are too many for one message; set engine.step_tokens={most}"
         )
     first = next(stage for stage in stages if stage.node == node)
-    part = replace(spec, held=(first.first, first.after))
-    if part.has_ends and spec.kv_layout.window and not part.kv_layout.window:
-        raise ConfigError(f"cluster.stages: {first} have no windows, and others have; give {node} one of those, too")
-    return part
+    return replace(spec, held=(first.first, first.after))
 
 
 class StageParts(NamedTuple):
@@ -59,7 +51,6 @@ class StageParts(NamedTuple):
     stages: tuple[Stage, ...]
     decoder: StagedDecoder
     host: StageHost | None  # computes this box's layers for another box; None on the box with the first stage
-    window_blocks: int
 
     @property
     def takes_requests(self) -> bool:
@@ -72,16 +63,16 @@ class StageParts(NamedTuple):
             plane.stage.join(self.host, self.decoder.spec.hidden)
             return
 
-        def restart(then: Callable[[], None]) -> None:
-            engine.compute_again()
+        rooms: dict[str, CacheRoom] = {}
+
+        def restart(node: str, room: CacheRoom, then: Callable[[], None]) -> None:
+            rooms[node] = room
+            engine.compute_again(CacheRoom.least(rooms.values()))
             engine.loop.call(then)
 
-        blocks, timeouts_s = (
-            (engine.blocks.count, self.window_blocks),
-            (cluster.call_timeout_s, cluster.stage_timeout_s),
-        )
+        timeouts_s = cluster.call_timeout_s, cluster.stage_timeout_s
         self.decoder.callers = [
-            plane.stage_client(stage, OpenStage(digest, stage.first, stage.after, *blocks), timeouts_s, restart)
+            plane.stage_client(stage, OpenStage(digest, stage.first, stage.after), timeouts_s, restart)
             for stage in self.stages[1:]
         ]
 
@@ -103,4 +94,4 @@ def stage_parts(settings: Settings, decoder: StagedDecoder, model: LoadedModel, 
     """Returns the parts of an engine whose decoder has some layers only."""
     stages, node = parse_stages(settings.cluster.stages), settings.cluster.node
     host = None if decoder.spec.has_ends else StageHost(stages, node, decoder.own, model, engine)
-    return StageParts(stages, decoder, host, 0 if model.kv.windows is None else model.kv.windows.blocks)
+    return StageParts(stages, decoder, host)

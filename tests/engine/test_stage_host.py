@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import tiny_checkpoint
 from support.engine_kit import Drive
 
 from edgemoe.cluster.data.messages import StageStep
 from edgemoe.engine.stage_host import StageHost, batch_of
 from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import PeerRefused
-from edgemoe.types.stages import StageWork, parse_stages
-from edgemoe.types.step import Batch, ExpertExecutor, StepRouting
+from edgemoe.model.kv import KVCache
+from edgemoe.store.catalog import spec_at
+from edgemoe.types.stages import CacheRoom, StageWork, parse_stages
+from edgemoe.types.step import Batch, ExpertExecutor, StateUse, StepRouting
 
 WIDTH = 4
 STAGES = parse_stages("a:0-0 b:1-1")
@@ -37,7 +42,7 @@ STEP = work([3, 1], [20, 1], [[4, 2], [0]])
 
 def host_of(drive: Drive) -> StageHost:
     model = drive.model
-    kv = model.cache(drive.engine.blocks.count)
+    kv = KVCache.of(model.spec, drive.engine.blocks.count, 0)
     loaded = LoadedModel(model.spec, model.decoder, IdleExperts(), kv, torch.device("cpu"))
     drive.engine.runner._model = loaded
     return StageHost(STAGES, "b", Doubled(), loaded, drive.engine)
@@ -64,9 +69,9 @@ def test_a_step_s_positions_follow_from_its_lengths() -> None:
 
 def test_a_step_is_computed_once_and_in_order_under_its_opening_alone() -> None:
     drive = Drive()
-    host, blocks = host_of(drive), drive.engine.blocks.count
-    opening = host.open("a", "boot", range(1, 2), blocks, 0)
-    assert host.open("a", "boot", range(1, 2), blocks, 0) == opening
+    host = host_of(drive)
+    opening = host.open("a", "boot", range(1, 2))
+    assert host.open("a", "boot", range(1, 2)) == opening
     asked = [host.start(opening, number, STEP) for number in (1, 3, 3, 2)] + [host.start(opening + 1, 9, STEP)]
     drive.step()
     for done in asked[:2]:
@@ -75,7 +80,7 @@ def test_a_step_is_computed_once_and_in_order_under_its_opening_alone() -> None:
         with pytest.raises(PeerRefused, match="too late"):
             refused.result(0)
     assert host.steps == 2
-    again = host.open("a", "another boot", range(1, 2), blocks, 0)
+    again = host.open("a", "another boot", range(1, 2))
     late, new = host.start(opening, 4, STEP), host.start(again, 1, STEP)
     drive.step()
     with pytest.raises(PeerRefused, match="gone"):
@@ -85,28 +90,64 @@ def test_a_step_is_computed_once_and_in_order_under_its_opening_alone() -> None:
 
 def test_only_the_box_with_the_first_stage_may_use_it_and_only_as_it_is() -> None:
     drive = Drive()
-    host, blocks = host_of(drive), drive.engine.blocks.count
+    host = host_of(drive)
+    blocks = host.room.blocks
+    assert blocks == drive.engine.blocks.count
     with pytest.raises(PeerRefused, match="c is not the box with the first stage"):
-        host.open("c", "boot", range(1, 2), blocks, 0)
+        host.open("c", "boot", range(1, 2))
     with pytest.raises(PeerRefused, match="b holds layer 1, not layers 1 to 2: state the same"):
-        host.open("a", "boot", range(1, 3), blocks, 0)
-    with pytest.raises(PeerRefused, match=r"and a has 128\. Raise memory\.kv_bytes on b by 100 %"):
-        host.open("a", "boot", range(1, 2), 2 * blocks, 0)
-    opening = host.open("a", "boot", range(1, 2), blocks, 0)
+        host.open("a", "boot", range(1, 3))
+    opening = host.open("a", "boot", range(1, 2))
     for tables in ([[blocks, 2], [0]], [[4, -1], [0]]):
         with pytest.raises(PeerRefused, match="a block that is not there"):
             host.start(opening, 1, work([3, 1], [20, 1], tables))
 
 
+def test_places_of_states_are_those_of_this_box(tmp_path: Path) -> None:
+    drive, spec = Drive(), spec_at(tiny_checkpoint("qwen3_next", tmp_path))
+    loaded = LoadedModel(spec, drive.model.decoder, IdleExperts(), KVCache.of(spec, 8, 6), torch.device("cpu"))
+    host = StageHost(STAGES, "b", Doubled(), loaded, drive.engine)
+    opening = host.open("a", "boot", range(1, 2))
+    assert host.room == CacheRoom(8, 0, 6)
+    for wrong in (StateUse(6, [(3, 1)]), StateUse(-1, [(3, 1)]), StateUse(1, [(3, 6)]), StateUse(1, [(3, 0)])):
+        with pytest.raises(PeerRefused, match="a state that is not there"):
+            host.start(opening, 1, replace(work([3], [20], [[4, 2]]), states=[wrong]))
+    with pytest.raises(PeerRefused, match="other states than the model has"):
+        host.start(opening, 1, work([3], [20], [[4, 2]]))
+
+
+def test_another_opening_follows_where_keys_and_values_may_be_wrong() -> None:
+    host = host_of(Drive())
+    opening = host.open("a", "boot", range(1, 2))
+    host.close()
+    assert host.open("a", "boot", range(1, 2)) != opening
+
+
+def test_a_box_that_computes_for_another_one_is_not_idle() -> None:
+    drive = Drive()
+    host, now = host_of(drive), [100.0]
+    drive.engine.runner._clock = lambda: now[0]
+    assert drive.engine.is_idle()
+    done = host.start(host.open("a", "boot", range(1, 2)), 1, STEP)
+    drive.step()
+    done.result(0)
+    assert not drive.engine.is_idle()
+    now[0] += 2.0
+    assert drive.engine.is_idle()
+
+
 def test_a_step_s_message_carries_its_work_and_is_refused_where_it_cannot_be() -> None:
     step = STEP
     windowed = StageWork(step.hidden, step.query_lens, step.context_lens, step.block_tables, [[1, 0], [3]])
-    for sent in (step, windowed):
+    uses = [StateUse(0, [(1, 4), (3, 5)]), StateUse(7, [(1, 6)])]
+    stateful = replace(windowed, states=uses)
+    for sent in (step, windowed, stateful):
         message, tensors = StageStep.of(7, 1, sent)
         found = message.work([memoryview(part) for part in tensors], WIDTH)
         np.testing.assert_array_equal(found.hidden, sent.hidden)
         assert (list(found.query_lens), list(found.context_lens)) == (sent.query_lens, sent.context_lens)
         assert (found.block_tables, list(found.window_tables)) == (sent.block_tables, list(sent.window_tables))
+        assert list(found.states) == list(sent.states)
     message, (hidden, index) = StageStep.of(7, 1, step)
     numbers = np.frombuffer(index, np.int32)
     for place, value in ((0, 0), (0, 4), (0, -1), (2, 2), (2, 400), (3, -5), (3, 2**31 - 1)):
@@ -114,6 +155,17 @@ def test_a_step_s_message_carries_its_work_and_is_refused_where_it_cannot_be() -
         wrong[place] = value
         with pytest.raises(PeerRefused):
             message.work([memoryview(hidden), wrong.data.cast("B")], WIDTH)
+    message, (_, index) = StageStep.of(7, 1, stateful)
+    numbers = np.frombuffer(index, np.int32)
+    for place, value in ((-6, 0), (-6, 3), (-4, 2), (-4, 4), (-2, 0), (-2, 2), (-7, 0), (-7, -1), (-8, 2**31 - 1)):
+        wrong = numbers.copy()
+        wrong[place] = value
+        with pytest.raises(PeerRefused, match="states"):
+            message.work([memoryview(hidden), wrong.data.cast("B")], WIDTH)
+    for cut in (2, 4, 6, 10):
+        with pytest.raises(PeerRefused, match="states"):
+            message.work([memoryview(hidden), numbers[:-cut].data.cast("B")], WIDTH)
+    message, (hidden, index) = StageStep.of(7, 1, step)
     for tensors in ([hidden], [hidden, index[:-4]], [hidden, index[:-1]], [hidden, index[:4]], [hidden[:-1], index]):
         with pytest.raises(PeerRefused):
             message.work([memoryview(part) for part in tensors], WIDTH)

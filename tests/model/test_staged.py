@@ -1,4 +1,4 @@
-"""Every family whose layers have no states: layers divided over stages give the tokens of one box with all of them."""
+"""Every family: layers divided over stages give the tokens of one box with all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Tier
 from edgemoe.types.stages import StageWork
 
-LENGTHS, TOKENS = (20, 35, 7), 20
+LENGTHS, TOKENS, STATE_SLOTS = (20, 35, 7), 20, 20
 WAYS = ((True, True), (True, False), (False, True))  # all experts in memory or two; by the kernels or torch
 SERVED = by_turns(WAYS, DISTINCT)
 SERVED += [pytest.param(WAYS[1], family, marks=pytest.mark.slow) for family in FAMILIES if family not in DISTINCT]
@@ -48,7 +48,7 @@ class Beside:
     def check(self) -> None:
         if self._cache is None:
             spec, (blocks, windows) = self._own.spec, self.blocks
-            self._cache = KVCache.of(spec, blocks, 0, "cpu", windows)
+            self._cache = KVCache.of(spec, blocks, STATE_SLOTS, "cpu", windows)
 
     def compute(self, work: StageWork) -> npt.NDArray[np.float32]:
         assert self._cache is not None
@@ -79,7 +79,7 @@ def test_stages_give_the_tokens_of_one_box(
     has_all, by_kernels = way
     tiny = make_tiny(family)
     geometry, spec, used = tiny.spec.geometry, tiny.spec, kernels[False]
-    if spec.state_layers or spec.layer_inputs is not None:
+    if spec.layer_inputs is not None:
         pytest.skip("it is refused at start")
     slots = geometry.layers * geometry.experts if has_all else 2
     policy = LRU(geometry.layers, geometry.experts)
@@ -91,9 +91,13 @@ def test_stages_give_the_tokens_of_one_box(
     with ExpertStore(tiny.store, Manifest.load(tiny.store)) as store:
         tiers = ExpertTiers(geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, used)
         with running(tiers), drafting():
-            expected = answers(Model(whole, tiers.experts, spec, partial(KVCache.of, spec, state_slots=20)), "off")
+            expected = answers(
+                Model(whole, tiers.experts, spec, partial(KVCache.of, spec, state_slots=STATE_SLOTS)), "off"
+            )
             head.callers = stages = [Beside(other, tiers.experts) for other in others]
-            model = Model(head, tiers.experts, parts[0], partial(staged_cache, parts[0], stages, state_slots=20))
+            model = Model(
+                head, tiers.experts, parts[0], partial(staged_cache, parts[0], stages, state_slots=STATE_SLOTS)
+            )
             assert answers(model, "off") == expected
             if by_kernels:
                 assert answers(model, "lookup") == expected

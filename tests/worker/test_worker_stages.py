@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -86,9 +87,9 @@ async def answers(
     return found, ends
 
 
-async def counted(child: Child, name: str) -> None:
-    """Waits until an engine reports a number other than 0."""
-    while not (await child.next_message(Stats)).values[name]:
+async def counted(child: Child, name: str, least: float = 1) -> None:
+    """Waits until an engine reports such a number."""
+    while (await child.next_message(Stats)).values[name] < least:
         pass
 
 
@@ -113,24 +114,31 @@ class Boxes:
                 child.send_message(PeerList(keys=keys, engines=tuple(self._engines[other] for other in keys)))
 
 
+def packed(folder: Path, family: str, **overrides: Any) -> Path:
+    pack(tiny_checkpoint(family, folder / "checkpoint", **overrides), folder / "store")
+    return folder / "store"
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("store")
-    pack(tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint")), directory)
-    return directory
+    return packed(tmp_path_factory.mktemp("model"), "qwen3_moe")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+async def answers_alone(store: Path, runtime: Path) -> dict[str, list[int]]:
     """Returns the tokens of a box with all layers, request after request."""
     found: dict[str, list[int]] = {}
-    async with worker("alone", store, tmp_path_factory.mktemp("alone")) as (child, _):
+    async with worker("alone", store, runtime) as (child, _):
         await child.next_message(Ready, START_S)
         for name in PROMPTS:
             submit(child, [name])
             found |= (await answers(child, [name]))[0]
     assert all(len(tokens) == TOKENS for tokens in found.values())
     return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    return await answers_alone(store, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -152,7 +160,7 @@ async def test_boxes_with_some_layers_each_give_the_tokens_of_one_box(
         found, ends = await answers(a, PROMPTS)
         assert found == expected
         assert {end.finish for end in ends} == {"length"}
-        await counted(a, named(names.PREEMPTIONS, way="recompute"))
+        await counted(a, named(names.PREEMPTIONS, way="recompute"), least=count)  # one came with each opening
         await counted(a, named(names.STAGE_STEPS, peer="b"))
         assert (await answers(again(a, 2), ["r77"]))[0]["r77"] == expected["r77"]
         again(a, 3)
@@ -162,10 +170,42 @@ async def test_boxes_with_some_layers_each_give_the_tokens_of_one_box(
                 await counted(child, names.STAGE_STEPS_SERVED)
 
 
-async def test_a_stage_that_is_killed_and_started_again_costs_no_token(
-    store: Path, expected: dict[str, list[int]], tmp_path: Path
-) -> None:
-    boxes, split = Boxes(), SPLITS[2]
+# family, kinds of layers where others than usual, and the memory for keys, values and states of a and b
+UNEQUAL = {
+    "blocks": ("qwen3_moe", (), (2 << 20, 2 * TIGHT_BYTES)),
+    "windows": ("gpt_oss", (), (2 << 20, 140 << 10)),
+    "windows elsewhere": ("gpt_oss", ("full", "sliding", "sliding"), (2 << 20, 140 << 10)),
+    "states": ("qwen3_next", (), (2 << 20, 80 << 10)),
+    "states elsewhere": ("qwen3_next", ("full", "linear", "linear"), (2 * TIGHT_BYTES, 70 << 10)),
+}
+USUAL = ("windows", "states")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in USUAL else [pytest.mark.slow]) for kind in UNEQUAL]
+)
+async def test_the_first_box_uses_the_places_that_all_boxes_have(tmp_path: Path, kind: str) -> None:
+    family, layers, memory = UNEQUAL[kind]
+    overrides = {"layer_types": [f"{layer}_attention" for layer in layers]} if layers else {}
+    store = packed(tmp_path, family, **overrides)
+    expected = await answers_alone(store, tmp_path)
+    async with AsyncExitStack() as opened:
+        boxes, split = Boxes(), SPLITS[2]
+        for node, kv_bytes in zip("ab", memory, strict=True):
+            await boxes.add(node, *await opened.enter_async_context(worker(node, store, tmp_path, split, kv_bytes)))
+        boxes.introduce()
+        a = boxes.children["a"]
+        ready = await a.next_message(Ready, START_S)
+        submit(a, PROMPTS)
+        assert (await answers(a, PROMPTS))[0] == expected
+        await counted(a, named(names.PREEMPTIONS, way="recompute"), least=2)  # one came with the opening
+        assert ready.limits.kv_tokens < 1000, "the first box alone has many more"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+async def test_a_stage_that_is_killed_and_started_again_costs_no_token(tmp_path: Path, family: str) -> None:
+    boxes, split, store = Boxes(), SPLITS[2], packed(tmp_path, family)
+    expected = await answers_alone(store, tmp_path)
     async with AsyncExitStack() as opened:
         for node, kv_bytes in (("b", 2 << 20), ("a", 1 << 20)):
             await boxes.add(node, *await opened.enter_async_context(worker(node, store, tmp_path, split, kv_bytes)))
@@ -177,7 +217,8 @@ async def test_a_stage_that_is_killed_and_started_again_costs_no_token(
         assert not ends
         first.process.kill()
         await first.process.wait()
-        await boxes.add("b", *await opened.enter_async_context(worker("b", store, tmp_path, split)))
+        less = 110 << 10  # memory for keys, values and states than before: the others use no more from now on
+        await boxes.add("b", *await opened.enter_async_context(worker("b", store, tmp_path, split, less)))
         boxes.introduce()
         rest: dict[str, list[int]] = {name: list(tokens) for name, tokens in begun.items()}
         while not all(len(tokens) == TOKENS for tokens in rest.values()):

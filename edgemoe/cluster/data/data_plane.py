@@ -35,7 +35,7 @@ from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.stages import Stage
+from edgemoe.types.stages import CacheRoom, Stage
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
@@ -97,7 +97,7 @@ class DataPlane:
         stage: Stage,
         opens: OpenStage,
         timeouts_s: tuple[float, float],
-        restart: Callable[[Callable[[], None]], None],
+        restart: Callable[[str, CacheRoom, Callable[[], None]], None],
     ) -> StageClient:
         """Returns the client of a stage on another box, which is asked on the channel of expert calls."""
         return StageClient(self._calls_channel, stage, opens, timeouts_s, restart)

@@ -15,15 +15,15 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.envelope import Buffer, Failure
 from edgemoe.errors import PeerRefused
-from edgemoe.types.arrays import BoolArray
+from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.bounds import Bitmap, Bytes, Count, Seconds, Small, Word
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
 from edgemoe.types.prefix_entries import EntryKind
-from edgemoe.types.stages import StageWork
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.stages import CacheRoom, StageWork
+from edgemoe.types.step import BLOCK_TOKENS, StateUse
 from edgemoe.wire.protocol import Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
@@ -183,26 +183,35 @@ class PiecePart(Message, frozen=True, tag="PiecePart"):
 
 
 class OpenStage(Message, frozen=True, tag="OpenStage"):
-    """Asks to use the layers first:after of a box, with as many blocks of keys and values. Reply: StageOpened."""
+    """Asks to use the layers first:after of a box. Reply: StageOpened."""
 
     model: Word  # digest
     first: Small
     after: Small
-    blocks: Small
-    window_blocks: Small
 
 
 class StageOpened(Message, frozen=True, tag="StageOpened"):
-    """Names the opening. It stays while both engines live; with another one, all keys and values are gone."""
+    """Names the opening. It stays while both engines live; with another one, all keys and values are gone.
+
+    The counts are those of `CacheRoom`.
+    """
 
     opening: Count
+    blocks: Small
+    window_blocks: Small
+    state_slots: Small
+
+    @property
+    def room(self) -> CacheRoom:
+        return CacheRoom(self.blocks, self.window_blocks, self.state_slots)
 
 
 class StageStep(Message, frozen=True, tag="StageStep"):
     """Asks to compute a stage for `rows` tokens of some sequences. Reply: StageResult.
 
     Tensors: the residual, float32, and an int32 index. The index has the tokens of each sequence in the step, and in
-    all. The blocks of each follow, and with `windows` the windows' blocks of each.
+    all. The blocks of each follow, and with `windows` the windows' blocks of each. With `states` the index then has the
+    slot that each reads, the number of slots that it writes, and each of these with the tokens before it.
     """
 
     opening: Count
@@ -210,15 +219,19 @@ class StageStep(Message, frozen=True, tag="StageStep"):
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     sequences: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     windows: bool = False
+    states: bool = False
 
     @classmethod
     def of(cls, opening: int, number: int, work: StageWork) -> tuple[Self, list[Buffer]]:
         """Returns the message and the tensors that carry the work."""
-        parts = [work.query_lens, work.context_lens, *work.block_tables, *work.window_tables]
+        parts: list[Sequence[int]] = [work.query_lens, work.context_lens, *work.block_tables, *work.window_tables]
+        if uses := work.states:
+            parts += [[use.read for use in uses], [len(use.writes) for use in uses]]
+            parts += [[number for write in use.writes for number in write] for use in uses]
         index = np.concatenate([np.array(part, np.int32) for part in parts])
         count = len(work.query_lens)
         hidden = np.ascontiguousarray(work.hidden)
-        message = cls(opening, number, len(hidden), count, bool(work.window_tables))
+        message = cls(opening, number, len(hidden), count, bool(work.window_tables), bool(work.states))
         return message, [hidden.data.cast("B"), index.data.cast("B")]
 
     def work(self, tensors: Sequence[memoryview], width: int) -> StageWork:
@@ -231,11 +244,31 @@ class StageStep(Message, frozen=True, tag="StageStep"):
         if len(index) < 2 * count or lens.min() < 1 or lens.sum() != rows or (contexts < lens).any():
             raise PeerRefused("a step whose numbers cannot be")
         held = -(-contexts // BLOCK_TOKENS)
-        if len(tables) != held.sum() * (1 + self.windows):
+        held_blocks = int(held.sum()) * (1 + self.windows)
+        tables, uses = tables[:held_blocks], tables[held_blocks:]
+        if len(tables) != held_blocks or (len(uses) and not self.states):
             raise PeerRefused("a step whose blocks do not fit its contexts")
         parts = [part.tolist() for part in np.split(tables, np.cumsum(np.tile(held, 1 + self.windows))[:-1])]
         hidden = np.frombuffer(tensors[0], np.float32).reshape(rows, width)
-        return StageWork(hidden, lens.tolist(), contexts.tolist(), parts[:count], parts[count:])
+        states = _state_uses(uses, lens) if self.states else ()
+        return StageWork(hidden, lens.tolist(), contexts.tolist(), parts[:count], parts[count:], states)
+
+
+def _state_uses(numbers: IntArray, lens: IntArray) -> list[StateUse]:
+    """Returns the slots of states in the last part of a step's index. Raises PeerRefused where they cannot be."""
+    count = len(lens)
+    reads, writes, pairs = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    if len(numbers) < 2 * count or (writes < 1).any() or 2 * writes.sum() != len(pairs):
+        raise PeerRefused("a step whose states do not fit its sequences")
+    pairs, ends = pairs.reshape(-1, 2), np.cumsum(writes)
+    befores = np.concatenate([[0], pairs[:-1, 0]])
+    befores[ends[:-1]] = 0  # of each sequence's first slot
+    if (pairs[:, 0] <= befores).any() or (pairs[ends - 1, 0] != lens).any():
+        raise PeerRefused("a step whose states do not fit its tokens")
+    parts = np.split(pairs, ends[:-1])
+    return [
+        StateUse(read, [(a, s) for a, s in part.tolist()]) for read, part in zip(reads.tolist(), parts, strict=True)
+    ]
 
 
 class StageResult(Message, frozen=True, tag="StageResult"):

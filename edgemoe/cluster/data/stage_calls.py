@@ -23,10 +23,10 @@ from edgemoe.cluster.rpc.envelope import Answer, Buffer, Question
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, StageUnavailable
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.types.model_info import ServedModel
-from edgemoe.types.stages import Stage, StageWork
+from edgemoe.types.stages import CacheRoom, Stage, StageWork
 
 log = logging.getLogger(__name__)
-RESTARTED = "has started again, so that all keys and values are computed again"
+RESTARTED = "has started, so that all keys and values are computed again"
 GRACE_S = 2.0  # beyond a question's own time, for the event loop
 
 
@@ -39,12 +39,14 @@ class StageClient:
         stage: Stage,
         opens: OpenStage,
         timeouts_s: tuple[float, float],
-        restart: Callable[[Callable[[], None]], None],
+        restart: Callable[[str, CacheRoom, Callable[[], None]], None],
     ) -> None:
         """Takes the times that an opening and a step may take.
 
-        `restart` has all sequences computed again, before the next step, and then calls the function that it is given.
+        `restart` is called with this box and its places, and has all sequences computed again in these before the next
+        step. Then it calls the function that it is given.
         """
+        self.room = CacheRoom()  # as of the last opening
         self.steps, self.failures, self.waited_s = 0, 0, 0.0
         self.stage = stage
         self._channel, self._opens, self._timeouts_s, self._restart = channel, opens, timeouts_s, restart
@@ -64,12 +66,13 @@ class StageClient:
         message = self._ask(self._opens, (), self._timeouts_s[0]).message
         if not isinstance(message, StageOpened):
             raise self._failed(PeerRefused("it answered with something else"))
-        if not self._last or message.opening == self._last:
-            self._opening = self._last = message.opening
+        if message.opening == self._last:
+            self._opening = self._last
             return
-        log.warning("a stage has started again", extra={"peer": self.stage.node, "layers": str(self.stage)})
-        self._restarts, opening = True, message.opening
-        self._restart(lambda: self._adopt(opening))
+        if self._last:
+            log.warning("a stage has started again", extra={"peer": self.stage.node, "layers": str(self.stage)})
+        self._restarts, self.room, opening = True, message.room, message.opening
+        self._restart(self.stage.node, self.room, lambda: self._adopt(opening))
         raise self._unavailable(RESTARTED)
 
     def _adopt(self, opening: int) -> None:
@@ -128,7 +131,9 @@ class StageClient:
 class StageOwner(Protocol):
     """Computes this box's stage for another box."""
 
-    def open(self, peer: str, boot: str, layers: range, blocks: int, window_blocks: int) -> int:
+    room: CacheRoom
+
+    def open(self, peer: str, boot: str, layers: range) -> int:
         """Returns the number of the opening for an engine. Raises PeerRefused."""
 
     def start(self, opening: int, number: int, work: StageWork) -> Future[npt.NDArray[np.float32]]:
@@ -150,9 +155,9 @@ class StageServer:
         """Opens the stage for an engine. Raises PeerRefused."""
         if asked.model != self._model.digest:
             raise PeerRefused(f"another model is served here: {self._model.digest[:12]}, not {asked.model[:12]}")
-        layers = range(asked.first, asked.after)
-        opening = self._found().open(question.peer, question.boot, layers, asked.blocks, asked.window_blocks)
-        return Answer(StageOpened(opening))
+        owner = self._found()
+        opening = owner.open(question.peer, question.boot, range(asked.first, asked.after))
+        return Answer(StageOpened(opening, *owner.room))
 
     async def serve(self, question: Question[ExpertCallMessage], asked: StageStep) -> Answer[ExpertCallMessage]:
         """Computes a step. Raises PeerRefused, StoreError."""
