@@ -334,11 +334,13 @@ other models' routing gave. It takes up to a minute, more where kernels have to 
 what it does. With --boxes a layer's missing experts are computed by other boxes or read from the disk, as is faster,
 and the last line compares this with one box. A GPU's speed is not foretold. Some encodings are shown;
 --experts all shows every one, --experts q4_k+q6_k that one. The last lines name the choice of --experts auto.
+Where the dense weights do not fit a box, the layers are divided over several, by the memory that --box names for each.
 
 Examples:
   edgemoe plan ./Qwen3-30B-A3B
   edgemoe plan ./config.json --context 32768 --sequences 8
   edgemoe plan ./Qwen3-30B-A3B --boxes 3 --link 1Gbit/s --disk 3GB/s --set memory.ram_bytes=12GiB
+  edgemoe plan ./DeepSeek-V3 --box tower:24GB --box attic:24GB --box laptop:16GB
 """
 
 BENCH = """\

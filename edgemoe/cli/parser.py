@@ -284,6 +284,9 @@ def plan(subparsers: Any) -> None:
     parser.add_argument("--sequences", type=int, metavar="N", default=4, help="sequences at once (default: 4)")
     parser.add_argument("--prompt", type=int, metavar="N", default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--boxes", type=int, metavar="N", default=1, help="boxes like this one (default: 1)")
+    parser.add_argument(
+        "--box", metavar="NAME:MEMORY", action="append", default=[], help="one of several boxes, as in tower:24GB"
+    )
     parser.add_argument("--link", metavar="RATE", help="between the boxes (default: 1Gbit/s)")
     parser.add_argument("--disk", metavar="RATE", help="of each box's disk, as in 3GB/s (default: measured here)")
     parser.add_argument(

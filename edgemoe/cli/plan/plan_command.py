@@ -22,6 +22,7 @@ from edgemoe.cli.plan.choice import EncodingOffer, choose
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
 from edgemoe.cli.plan.measure import DEADLINE_S, LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
 from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
+from edgemoe.cli.plan.stages import PlannedBox, named_boxes, plan_stages
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
@@ -206,6 +207,10 @@ class PhaseReport:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0 if an encoding fits. Raises ConfigError, CheckpointError, StoreError."""
+    named = named_boxes(args.box)
+    if named and args.boxes not in (1, len(named)):
+        raise ConfigError(f"--boxes {args.boxes}, but --box names {len(named)}; leave one of them out")
+    args.boxes = len(named) or args.boxes
     if min(args.sequences, args.prompt, args.boxes) < 1 or args.context < 0 or args.sequences > MOST_SEQUENCES:
         raise ConfigError(
             f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
@@ -226,11 +231,22 @@ def run(args: argparse.Namespace) -> int:
     advice = list(advise(planner, measured, forecasts))
     alone = planner.forecast(*measured[0], boxes=1) if args.boxes > 1 else None
     chosen = _chosen(planner, subject)
+    alike = [PlannedBox(f"box-{n + 1}", planner.machine.ram_available_bytes) for n in range(args.boxes)]
+    stages = plan_stages(
+        variants[0],
+        named or alike,
+        settings,
+        question.box_link_bytes_per_s,
+        kv_tokens=question.sequences * question.context_tokens,
+    )
     if args.json:
-        print(json.dumps(_as_json(subject, planner, forecasts, advice, alone, chosen), indent=2))
+        found = _as_json(subject, planner, forecasts, advice, alone, chosen) | {"stages": asdict(stages)}
+        print(json.dumps(found, indent=2))
     else:
         console().print(_picture(subject, planner, forecasts, advice, alone, chosen))
-    return 0 if any(not each.why for each in forecasts) else 1
+        if args.boxes > 1 or forecasts[0].why:
+            print("\n".join(stages.told()))
+    return 0 if stages.line or any(not each.why for each in forecasts) else 1
 
 
 def _chosen(planner: Planner, subject: PlannedModel) -> EncodingOffer | None:
