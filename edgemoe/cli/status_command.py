@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float],
     if (cluster := health.get("cluster")) is None:
         raise ServiceError("this daemon is a box on its own: cluster.node is not set")
     links = _links_table(cluster, before, after, seconds)
-    return Group(_cluster_heading(cluster), _boxes_table(cluster), "", links, "", _calls(before, after, seconds))
+    stages: list[RenderableType] = [_stages_table(cluster["stages"]), ""] if cluster.get("stages") else []
+    calls = _calls(before, after, seconds)
+    return Group(_cluster_heading(cluster), _boxes_table(cluster), "", *stages, links, "", calls)
 
 
 def _cluster_heading(cluster: Json) -> Text:
@@ -84,6 +86,22 @@ def _boxes_table(cluster: Json) -> Table:
             f"{member['requests']}",
         )
     return table
+
+
+def _stages_table(stages: Sequence[Json]) -> Table:
+    """Returns a table of the layers that each box holds."""
+    table = _columns("Layers of", "From", "To", "Dense weights", "State")
+    for stage in stages:
+        size = format_size(stage["dense_bytes"]) if stage["dense_bytes"] else ""
+        table.add_row(stage["node"], f"{stage['first']}", f"{stage['last']}", size, stage_state(stage))
+    return table
+
+
+def stage_state(stage: Json) -> str:
+    """Returns whether the box of a stage is here, and answered the last step."""
+    if stage["state"] != "here":
+        return str(stage["state"])
+    return "here" if stage["answers"] is None else "answers" if stage["answers"] else "does not answer"
 
 
 def _links_table(cluster: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:

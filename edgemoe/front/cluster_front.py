@@ -231,7 +231,10 @@ class ClusterFront:
 
     def describe(self) -> dict[str, Any]:
         """Returns members, leader, epoch and plan, for /health."""
-        return about.describe(self.plane, self._engine.seen, self._router.machine.own_load())
+        found = about.describe(self.plane, self._engine.seen, self._router.machine.own_load())
+        engine = self._router.connection.engine
+        stats = engine.stats.values if engine is not None else {}
+        return found | {"stages": about.list_stages(self.settings.stages, found["members"], stats)}
 
     async def list_members(self) -> dict[str, Any]:
         """Returns the boxes of the cluster, with their votes."""

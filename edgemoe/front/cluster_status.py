@@ -15,7 +15,9 @@ from edgemoe.front.request_state import RequestStateMachine
 from edgemoe.ipc.messages import PeerLinkMeasured
 from edgemoe.policy.routing.least_loaded import TargetLoad
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.json_object import Json
 from edgemoe.types.placement import PlacementPlan
+from edgemoe.types.stages import parse_stages
 
 State = Literal["here", "gone", "leaving", "refused"]
 STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
@@ -50,6 +52,26 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerLinkMeasured], load: Ta
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
     }
+
+
+def list_stages(stages: str, members: Sequence[Json], stats: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Returns the boxes that hold a part of the layers, as `stages` says; `stats` are the engine's.
+
+    `answers` is None where this box does not know: only the one with the first stage asks the others.
+    """
+    states = {member["node"]: member["state"] for member in members}
+    return [
+        {
+            "node": stage.node,
+            "first": stage.first,
+            "last": stage.after - 1,
+            "state": states.get(stage.node, "unknown"),
+            "dense_bytes": int(stats.get(names.named(names.STAGE_DENSE_BYTES, peer=stage.node), 0.0)),
+            "answers": None if answered is None else bool(answered),
+        }
+        for stage in (parse_stages(stages) if stages else ())
+        for answered in [stats.get(names.named(names.STAGE_OPEN, peer=stage.node))]
+    ]
 
 
 def list_members(plane: ControlPlane, voting: Sequence[str] | None) -> dict[str, Any]:

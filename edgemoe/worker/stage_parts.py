@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from edgemoe.cluster.data.data_plane import EXPERT_CALL_BYTES, DataPlane
@@ -15,7 +16,9 @@ from edgemoe.engine.stage_host import StageHost
 from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import ConfigError
 from edgemoe.families.spec import ModelSpec
+from edgemoe.model.dense_weights import held_bytes
 from edgemoe.model.staged import StagedDecoder
+from edgemoe.store.manifest import DENSE
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.stages import CacheRoom, Stage, parse_stages
@@ -51,6 +54,7 @@ class StageParts(NamedTuple):
     stages: tuple[Stage, ...]
     decoder: StagedDecoder
     host: StageHost | None  # computes this box's layers for another box; None on the box with the first stage
+    dense_bytes: Mapping[str, int]  # of each box's layers, by node
 
     @property
     def takes_requests(self) -> bool:
@@ -78,12 +82,15 @@ class StageParts(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of steps of stages for /metrics, by their final names."""
+        values: dict[str, float] = {
+            named(names.STAGE_DENSE_BYTES, peer=node): size for node, size in self.dense_bytes.items()
+        }
         if self.host is not None:
-            return {names.STAGE_STEPS_SERVED: self.host.steps}
-        values: dict[str, float] = {}
+            return values | {names.STAGE_STEPS_SERVED: self.host.steps}
         for caller in self.decoder.callers:
             if isinstance(caller, StageClient):
                 node = caller.stage.node
+                values[named(names.STAGE_OPEN, peer=node)] = float(caller.is_open)
                 values[named(names.STAGE_STEPS, peer=node)] = caller.steps
                 values[named(names.STAGE_FAILURES, peer=node)] = caller.failures
                 values[named(names.STAGE_SECONDS, peer=node)] = caller.waited_s
@@ -94,4 +101,6 @@ def stage_parts(settings: Settings, decoder: StagedDecoder, model: LoadedModel, 
     """Returns the parts of an engine whose decoder has some layers only."""
     stages, node = parse_stages(settings.cluster.stages), settings.cluster.node
     host = None if decoder.spec.has_ends else StageHost(stages, node, decoder.own, model, engine)
-    return StageParts(stages, decoder, host)
+    dense, whole = Path(settings.model.path) / DENSE, decoder.spec
+    dense_bytes = {each.node: held_bytes(replace(whole, held=(each.first, each.after)), dense) for each in stages}
+    return StageParts(stages, decoder, host, dense_bytes)

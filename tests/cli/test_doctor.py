@@ -21,11 +21,14 @@ from edgemoe.cli import main
 from edgemoe.cli.doctor import checks as box
 from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
 from edgemoe.cli.doctor.doctor_command import served_folder
+from edgemoe.cli.status_command import stage_state
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import parse_size
 from edgemoe.demo import model_path
+from edgemoe.front.cluster_status import list_stages
 from edgemoe.store.packer import pack
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Gpu, Machine
 
@@ -153,6 +156,31 @@ def test_another_model_and_boxes_without_a_leader_are_found() -> None:
     assert "another model" in found["peers"].said
     assert "nobody leads" in found["leader"].said
     assert [each.state for each in members({"members": there[:1], "leader": "a", "trouble": ""})] == ["pass"]
+
+
+@pytest.mark.parametrize(
+    ("state", "open_", "finding", "word"),
+    [
+        ("here", 1.0, "pass", "answers"),
+        ("here", 0.0, "failure", "does not answer"),
+        ("gone", 1.0, "failure", "gone"),
+        ("here", None, "pass", "here"),  # as boxes behind the first one know
+    ],
+)
+def test_stages_that_do_not_answer_are_found(state: str, open_: float | None, finding: str, word: str) -> None:
+    there = [{"node": "a", "state": "here"}, {"node": "b", "state": state}]
+    sizes = {names.named(names.STAGE_DENSE_BYTES, peer=node): 3e9 for node in "ab"}
+    known = {} if open_ is None else {names.named(names.STAGE_OPEN, peer="b"): open_}
+    stages = list_stages("a:0-3 b:4-7", there, sizes | known)
+    assert [(each["node"], each["first"], each["last"], each["dense_bytes"]) for each in stages] == [
+        ("a", 0, 3, 3_000_000_000),
+        ("b", 4, 7, 3_000_000_000),
+    ]
+    assert [stage_state(each) for each in stages] == ["here", word]
+    found = members({"members": there[:1], "leader": "a", "trouble": "", "stages": stages})
+    told = [each for each in found if each.check == "stages"]
+    assert [each.state for each in told] == ["pass", finding]
+    assert told[1].said.startswith("b holds layers 4 to 7")
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ class Served(NamedTuple):
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[("qwen3_moe", "a:0-0 b:1-2"), ("gpt_oss", "a:0-1 b:2-2")],
-    ids=["qwen3_moe", "gpt_oss"],
+    params=[("qwen3_moe", "a:0-0 b:1-2"), ("gpt_oss", "a:0-0 b:1-2"), ("qwen3_next", "a:0-0 b:1-2")],
+    ids=["qwen3_moe", "gpt_oss", "qwen3_next"],
 )
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """Two boxes that are ready, and have keys and values by default; gpt_oss's layer that sees all tokens is a's."""
+    """Two boxes that are ready, and have keys and values by default; gpt_oss's layer that sees all tokens is b's."""
     folder, (family, stages) = tmp_path_factory.mktemp("x"), request.param
     checkpoint = talking_checkpoint(family, folder / "hf", stacked=True)
     store = ensure_store(checkpoint, folder / "stores")
@@ -66,6 +66,12 @@ async def test_both_fronts_give_one_box_s_tokens(served: Served) -> None:
     a, b = [names.parse(await box.metrics()) for box in served.boxes]
     assert names.select(a, names.STAGE_STEPS, peer="b") > 0
     assert names.select(b, names.STAGE_STEPS_SERVED) > 0
+    stages = (await served.boxes[0].health())["cluster"]["stages"]
+    assert [(stage["node"], stage["state"], stage["answers"]) for stage in stages] == [
+        ("a", "here", None),
+        ("b", "here", True),
+    ]
+    assert min(stage["dense_bytes"] for stage in stages) > 0
 
 
 @pytest.mark.parametrize("front", [0, 1])

@@ -153,6 +153,12 @@ export function showCluster(cluster) {
     member.latency_s == null ? "–" : time(member.latency_s).join(" "),
     member.bytes_per_s ? `${bytes(member.bytes_per_s)}/s` : "–",
   ]);
+  const layers = (cluster.stages ?? []).map((stage) => [
+    [stage.node],
+    `${stage.first}–${stage.last}`,
+    stage.dense_bytes ? bytes(stage.dense_bytes) : "–",
+    stage.state !== "here" ? stage.state : stage.answers === false ? "does not answer" : stage.answers ? "answers" : "here",
+  ]);
   const plan = cluster.plan;
   const moving = cluster.members.reduce((sum, { to_come }) => sum + to_come, 0);
   const said = [
@@ -163,7 +169,8 @@ export function showCluster(cluster) {
     cluster.trouble ? `no new plan: ${cluster.trouble}` : "",
   ];
   const shown = table(["Box", "At home", "Moving", "Requests", "Round trip", "Link"], rows);
-  $("boxes").replaceChildren(shown, element("p", "below", `${said.filter(Boolean).join("; ")}.`));
+  const divided = layers.length ? [table(["Layers of", "Layers", "Dense weights", "State"], layers)] : [];
+  $("boxes").replaceChildren(shown, ...divided, element("p", "below", `${said.filter(Boolean).join("; ")}.`));
 }
 
 function tags(member, cluster) {

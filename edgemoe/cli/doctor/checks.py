@@ -36,6 +36,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import loading_text
+from edgemoe.types.stages import Stage
 
 State = Literal["pass", "warning", "failure"]
 
@@ -92,6 +93,8 @@ REMEDIES = {
     "ports": "Correct the peer's address in cluster.peers_file, start the daemon there, and let its ports through the "
     "firewalls of both boxes. The control channel's port is in cluster.listen, the others in cluster.calls_port and "
     "bulk_port (0 takes any free one, which no firewall knows).",
+    "stages": "Start the box that is named, or look at its log. If it will not come back, divide the layers over the "
+    "others: `edgemoe plan MODEL --box NAME:MEMORY` prints the line for cluster.stages.",
     "peers": "Look at `edgemoe status --cluster` on both boxes. All must serve the same store: copy it, or pack the "
     "same checkpoint alike. A box that is reachable but not heard has another key in one of the lists of peers.",
     "leader": "An election needs most of the voters: start the boxes that are gone, or add `edgemoe witness`. "
@@ -485,6 +488,11 @@ def members(cluster: Json) -> Iterator[CheckResult]:
             )
     if double := cluster.get("double"):
         yield CheckResult("peers", "failure", double)
+    for stage in cluster.get("stages", []):
+        here = stage["state"] == "here" and stage["answers"] is not False
+        layers = Stage(stage["node"], stage["first"], stage["last"] + 1)
+        said = f"{stage['node']} holds {layers}" + ("" if here else ", and does not answer: no request can be computed")
+        yield CheckResult("stages", "pass" if here else "failure", said)
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"

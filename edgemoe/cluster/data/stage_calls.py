@@ -57,6 +57,11 @@ class StageClient:
         self._number = 0
         self._say = RateLimitedLog(log)
 
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the box answered when it was last asked. From any thread."""
+        return self._opening > 0 and not self._restarts
+
     def check(self) -> None:
         """Opens the stage where it is not open. Raises StageUnavailable."""
         if self._restarts:
