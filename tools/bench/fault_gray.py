@@ -15,6 +15,7 @@ from tools.bench.fault_trial import NODES, TOKENS, Record, Trial
 from tools.testbed.daemons import Daemon
 
 LONGEST_S = 60.0  # of a fault
+SLOW_DISK_BYTES_PER_S = 1_000_000
 Phase = tuple[Callable[[], None], float]  # an act, and the seconds before the next one
 
 
@@ -41,6 +42,15 @@ def link_flaps(trial: Trial) -> Record:
     """Takes a box's link down for 0.2 s, once a second."""
     hit = trial.cluster[trial.rng.choice(NODES)]
     return _gray(trial, hit, [(lambda: hit.box.link(up=False), 0.2), (lambda: hit.box.link(up=True), 0.8)])
+
+
+def slow_disk(trial: Trial) -> Record:
+    """Lets a box read 1 MB a second from its disk, as one that fails does."""
+    hit = trial.cluster[trial.rng.choice(NODES)]
+    try:
+        return _gray(trial, hit, [(lambda: hit.box.group.limit_disk(SLOW_DISK_BYTES_PER_S, hit.folder), LONGEST_S)])
+    finally:
+        hit.box.group.limit_disk(0, hit.folder)
 
 
 def _engine(daemon: Daemon) -> int:

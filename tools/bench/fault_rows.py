@@ -219,6 +219,7 @@ ROWS = {
     "engine-crawl": Kind(fault_gray.engine_crawl),
     "throttled": Kind(fault_gray.throttled),
     "link-flaps": Kind(fault_gray.link_flaps),
+    "slow-disk": Kind(fault_gray.slow_disk),
     "prefill-kill": _apart(fault_apart.prefill_kill),
     "decode-kill": _apart(fault_apart.decode_kill),
     "kv-corrupt": _apart(fault_apart.kv_corrupt, spoils_kv=True),

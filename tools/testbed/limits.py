@@ -51,8 +51,11 @@ class Group:
         if limits.memory_bytes:
             (ROOT / "memory" / self.name / "memory.limit_in_bytes").write_text(str(limits.memory_bytes))
         if limits.disk_bytes_per_s:
-            rule = f"{disk_of(limits.disk_of)} {limits.disk_bytes_per_s}"
-            (ROOT / "blkio" / self.name / "blkio.throttle.read_bps_device").write_text(rule)
+            self.limit_disk(limits.disk_bytes_per_s, limits.disk_of)
+
+    def limit_disk(self, bytes_per_s: int, path: Path) -> None:
+        """Limits reads of the disk under `path`; 0 lifts the limit. Raises OSError."""
+        (ROOT / "blkio" / self.name / "blkio.throttle.read_bps_device").write_text(f"{disk_of(path)} {bytes_per_s}")
 
     def enter(self, command: list[str]) -> list[str]:
         """Wraps `command` so that it runs in the groups from its first instruction on."""
