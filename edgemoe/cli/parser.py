@@ -258,9 +258,8 @@ def service(subparsers: Any) -> None:
     installed.add_argument("--config", metavar="FILE", default=SERVICE_CONFIG, help="its settings file")
     installed.add_argument("--socket-group", metavar="GROUP", default="edgemoe", help="who may use the socket")
     installed.add_argument("--no-start", action="store_true", help="enable it, but do not start it now")
-    removed = command(
-        found, "uninstall", handler, "take the service away; settings and stores stay", texts.SERVICE_UNINSTALL
-    )
+    summary = "take the service away; settings and stores stay"
+    removed = command(found, "uninstall", handler, summary, texts.SERVICE_UNINSTALL)
     shown = command(found, "status", handler, "show what is installed and running", texts.SERVICE_STATUS)
     for parser in (installed, removed):
         parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
@@ -284,9 +283,7 @@ def plan(subparsers: Any) -> None:
     parser.add_argument("--sequences", type=int, metavar="N", default=4, help="sequences at once (default: 4)")
     parser.add_argument("--prompt", type=int, metavar="N", default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--boxes", type=int, metavar="N", default=1, help="boxes like this one (default: 1)")
-    parser.add_argument(
-        "--box", metavar="NAME:MEMORY", action="append", default=[], help="one of several boxes, as in tower:24GB"
-    )
+    parser.add_argument("--box", metavar="NAME:MEMORY", action="append", default=[], help="a box, as in tower:24GB")
     parser.add_argument("--link", metavar="RATE", help="between the boxes (default: 1Gbit/s)")
     parser.add_argument("--disk", metavar="RATE", help="of each box's disk, as in 3GB/s (default: measured here)")
     parser.add_argument(

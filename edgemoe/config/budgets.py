@@ -18,7 +18,7 @@ from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SizeClasses, SlabLayout
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
 from edgemoe.types.windows import least_blocks, most_kept
 
 VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
@@ -29,7 +29,6 @@ DENSE_REMEDY = "a lower memory.headroom_bytes, or pack the model with --dense in
 STEP_SHARE = 4  # KV memory over the largest part of it for the windows of a step's tokens
 ROWS_SHARE = 64  # free memory over the default memory for rows of tables on disk
 LEAST_ROWS = 2048  # in it: of the tokens of some steps
-LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ModelNeeds:
     experts: ExpertGeometry
     context_tokens: int
     state_bytes: int = 0  # of one sequence, where layers here have states beside keys and values
-    has_states: bool = False  # some layers of the model have states, here or on another box
+    states_elsewhere: bool = False  # layers on other boxes have states
     decoded_bytes: int = 0  # of the weights except the experts where a GPU holds them; 0: as many as elsewhere
     window: int = 0  # tokens, where layers have windows, here or on another box
     window_block_bytes: int = 0
@@ -219,8 +218,9 @@ def _sequences(
     `free` is left beside the dense weights. `remedy` is for too little memory for both.
     """
     block_bytes, most = needs.block_bytes, settings.engine.max_sequences
-    least_states = LEAST_SLOTS * needs.state_bytes
-    most_slots = LEAST_SLOTS * most + 1 if needs.has_states else 0  # one snapshot for each sequence
+    least_states = LEAST_STATE_SLOTS * needs.state_bytes
+    has_states = needs.state_bytes > 0 or needs.states_elsewhere
+    most_slots = LEAST_STATE_SLOTS * most + 1 if has_states else 0  # one snapshot for each sequence
     least_windows = least_blocks(needs.window) * needs.window_block_bytes if needs.window else 0
     least = 2 * block_bytes + least_states + least_windows
     total = settings.memory.kv_bytes
@@ -238,7 +238,7 @@ def _sequences(
         return total, most_slots
     if not needs.state_bytes:
         return total // block_bytes * block_bytes, most_slots
-    slots = min(max(LEAST_SLOTS, total // 2 // needs.state_bytes), most_slots)
+    slots = min(max(LEAST_STATE_SLOTS, total // 2 // needs.state_bytes), most_slots)
     return (total - slots * needs.state_bytes) // block_bytes * block_bytes, slots
 
 

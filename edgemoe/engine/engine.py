@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from edgemoe.config.budgets import LEAST_SLOTS
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
@@ -25,7 +24,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.stages import CacheRoom
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
 from edgemoe.types.windows import least_blocks
 
 
@@ -55,6 +54,7 @@ def engine_metrics(
 
 
 NOBODY = StepObservers()
+STAGE_PAUSE_S = 1.0  # without a step for another box, after which this one is idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,9 @@ class Engine:
 
     def is_idle(self) -> bool:
         """Returns whether it has no requests, and no other box has asked for its layers lately. From any thread."""
-        return self.scheduler.idle and not self.runner.is_serving_stage
+        runner = self.runner
+        serves = runner.started_s is not None or runner.clock() - runner.stage_ended_s < STAGE_PAUSE_S
+        return self.scheduler.idle and not serves
 
     @property
     def speculation(self) -> Speculation | None:
@@ -143,7 +145,7 @@ class Engine:
 
     def compute_again(self, most: CacheRoom | None = None) -> None:
         """Computes the keys and values of all running requests again, and empties the prefix cache, before the next
-        step. From then on at most so many places are used, if `most` states them. From any thread.
+        step. From then on no more places are used than `most` states. From any thread.
         """
         self.loop.call(partial(self._compute_again, most))
 
@@ -157,7 +159,7 @@ class Engine:
             count = min(budget.window_blocks, most.window_blocks or budget.window_blocks)
             windows.resize(max(least_blocks(windows.window), count))
         if (states := self._states) is not None:
-            slots = max(LEAST_SLOTS, min(budget.state_slots, most.state_slots or budget.state_slots))
+            slots = max(LEAST_STATE_SLOTS, min(budget.state_slots, most.state_slots or budget.state_slots))
             self.max_sequences = min(self._most_sequences, (slots - 1) // 2)
             states.resize(slots, self.max_sequences)
             self.scheduler.max_sequences = self.max_sequences

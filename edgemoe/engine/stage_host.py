@@ -20,7 +20,7 @@ from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import PeerRefused
 from edgemoe.model.kv import KVCache
 from edgemoe.types.stages import CacheRoom, Stage, StageWork, blocks_of
-from edgemoe.types.step import Batch, ExpertExecutor, StateUse, StepMeta
+from edgemoe.types.step import LEAST_STATE_SLOTS, Batch, ExpertExecutor, StateUse, StepMeta
 
 MOST_OPENING = 1 << 62
 
@@ -80,7 +80,7 @@ class StageHost:
     def _warm_up(self, tokens: int) -> None:
         model = self._model
         blocks = list(range(blocks_of(tokens + 1)))
-        cache = KVCache.of(model.spec, len(blocks), 3, model.device)
+        cache = KVCache.of(model.spec, len(blocks), LEAST_STATE_SLOTS, model.device)
         for first, count in ((0, tokens), (tokens, 1)):
             hidden = torch.randn(count, model.spec.hidden, generator=torch.Generator().manual_seed(0))
             states = [StateUse(min(first, 1), [(count, 1 + min(first, 1))])] if model.spec.state_layers else []

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-STAGE_PAUSE_S = 1.0  # without a step for another box, after which this one is idle
 
 
 def describe(works: Rows[ScheduledWork]) -> StepMeta:
@@ -194,7 +193,7 @@ class ForwardRunner:
         self._reached: tuple[float | None, int] = None, 0  # when the step began, and layers whose gates have chosen
         self._since_s = 0.0
         self._model, self._watchers = model, watchers
-        self._blocks, self._chunk_budget, self._clock = blocks, chunk_budget, clock
+        self._blocks, self._chunk_budget, self.clock = blocks, chunk_budget, clock
 
     @property
     def layers_begun(self) -> int:
@@ -206,21 +205,16 @@ class ForwardRunner:
 
         Serves one caller, on any thread, that polls. A slow step does not count as hanging while it begins layers.
         """
-        now_s, started_s = self._clock(), self.started_s
+        now_s, started_s = self.clock(), self.started_s
         reached = started_s, self.layers_begun
         if reached != self._reached:
             self._reached, self._since_s = reached, now_s
         return 0.0 if started_s is None else now_s - self._since_s
 
-    @property
-    def is_serving_stage(self) -> bool:
-        """Returns whether this box computes layers for another box, or just did. May be read on any thread."""
-        return self.started_s is not None or self._clock() - self.stage_ended_s < STAGE_PAUSE_S
-
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Counts the whole `with` block as part of the step in `standstill_s`, because a thread may hang anywhere."""
-        self.started_s = self._clock()
+        self.started_s = self.clock()
         try:
             yield
         finally:
@@ -233,12 +227,12 @@ class ForwardRunner:
         batch = make_batch(works, meta)
         self.expect_tokens(meta.tokens)
         self.expect_tokens(following_tokens(works))
-        started_s = self.started_s = self._clock()
+        started_s = self.started_s = self.clock()
         ids = self._ids = self._model.experts.begin_step(meta)
         if self._watchers.expect is not None:
             self._watchers.expect(meta, ids)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
-        return ForwardResult(works, logits, self._model.experts.end_step(), self._clock() - started_s)
+        return ForwardResult(works, logits, self._model.experts.end_step(), self.clock() - started_s)
 
     def expect_tokens(self, tokens: IntArray) -> None:
         """Begins to read rows of tokens that will be computed soon, if the model has such."""
@@ -271,15 +265,15 @@ class ForwardRunner:
     @torch.inference_mode()
     def compute_stage(self, meta: StepMeta, compute: Callable[[], T]) -> T:
         """Returns the result of `compute`, which runs this box's layers for another box. Counts the step."""
-        began_s = self._clock()
+        began_s = self.clock()
         with self.in_step():
             self._ids = self._model.experts.begin_step(meta)
             result = compute()
             routing = self._model.experts.end_step()
-            self.stage_ended_s = self._clock()
+            self.stage_ended_s = self.clock()
         phase = "decode" if meta.decode.all() else "prefill"
         self.totals["steps", phase] += 1
-        self.totals["seconds", phase] += self._clock() - began_s
+        self.totals["seconds", phase] += self.clock() - began_s
         self.totals["experts", phase] += count_active_experts(routing.ids)
         self.totals["tokens", "decode"] += int(meta.decode.sum())
         self.totals["tokens", "prefill"] += meta.prompt_tokens

@@ -78,6 +78,7 @@ class StepRouting:
 
 
 BLOCK_TOKENS = 16  # tokens per KV block, everywhere
+LEAST_STATE_SLOTS = 3  # the first token's, one to read and one to write
 
 
 class StateUse(NamedTuple):

@@ -390,7 +390,7 @@ def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
         experts=experts,
         context_tokens=spec.context_tokens,
         state_bytes=spec.state_bytes,
-        has_states=spec.has_states,
+        states_elsewhere=spec.has_states and not spec.state_layers,
         decoded_bytes=decoded_bytes(spec),
         window=layout.window,
         window_block_bytes=layout.window_block_bytes,

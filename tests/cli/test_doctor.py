@@ -21,6 +21,7 @@ from edgemoe.cli import main
 from edgemoe.cli.doctor import checks as box
 from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
 from edgemoe.cli.doctor.doctor_command import served_folder
+from edgemoe.cli.doctor.stage_check import stages
 from edgemoe.cli.status_command import stage_state
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ModelSettings, Settings
@@ -171,14 +172,13 @@ def test_stages_that_do_not_answer_are_found(state: str, open_: float | None, fi
     there = [{"node": "a", "state": "here"}, {"node": "b", "state": state}]
     sizes = {names.named(names.STAGE_DENSE_BYTES, peer=node): 3e9 for node in "ab"}
     known = {} if open_ is None else {names.named(names.STAGE_OPEN, peer="b"): open_}
-    stages = list_stages("a:0-3 b:4-7", there, sizes | known)
-    assert [(each["node"], each["first"], each["last"], each["dense_bytes"]) for each in stages] == [
+    listed = list_stages("a:0-3 b:4-7", there, sizes | known)
+    assert [(each["node"], each["first"], each["last"], each["dense_bytes"]) for each in listed] == [
         ("a", 0, 3, 3_000_000_000),
         ("b", 4, 7, 3_000_000_000),
     ]
-    assert [stage_state(each) for each in stages] == ["here", word]
-    found = members({"members": there[:1], "leader": "a", "trouble": "", "stages": stages})
-    told = [each for each in found if each.check == "stages"]
+    assert [stage_state(each) for each in listed] == ["here", word]
+    told = list(stages({"cluster": {"stages": listed}}))
     assert [each.state for each in told] == ["pass", finding]
     assert told[1].said.startswith("b holds layers 4 to 7")
 

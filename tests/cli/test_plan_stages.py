@@ -10,8 +10,8 @@ from support.checkpoints import tiny_checkpoint
 from support.published import CONFIGURATIONS
 
 from edgemoe.cli import main
+from edgemoe.cli.plan.layer_division import StagePlan, named_boxes, plan_stages
 from edgemoe.cli.plan.speed import ModelVariant, find_model
-from edgemoe.cli.plan.stages import StagePlan, named_boxes, plan_stages
 from edgemoe.config.settings import ClusterSettings, Settings, faults
 from edgemoe.errors import ConfigError
 from edgemoe.types.stages import parse_stages

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from edgemoe.config.budgets import LEAST_ROWS, LEAST_SLOTS, TYPICAL_TOKENS, ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import LEAST_ROWS, TYPICAL_TOKENS, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Gpu, Machine
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
 from edgemoe.types.windows import least_blocks
 
 GIB = 1 << 30
@@ -77,7 +77,7 @@ def test_states_of_sequences_are_counted_and_leave_the_headroom_free(machine: Ma
     needs = dataclasses.replace(NEEDS, state_bytes=STATE)
     found = resolve_budgets(settings(headroom_bytes=12 * GIB), machine, needs)
     assert found.state_bytes == found.state_slots * STATE
-    assert LEAST_SLOTS < found.state_slots <= 3 * 64 + 1
+    assert LEAST_STATE_SLOTS < found.state_slots <= 3 * 64 + 1
     experts = found.devices[0].expert_bytes if machine.gpus else found.ram_bytes
     assert found.dense_bytes + found.kv_bytes + found.state_bytes + experts <= (7 if machine.gpus else 8) * GIB
     assert found.kv_bytes >= found.state_bytes

@@ -73,7 +73,7 @@ def test_a_step_stands_still_only_where_it_comes_to_no_other_layer(monkeypatch: 
     drive, now_s, seen = Drive(), [0.0], []
     ids = np.full((4, 1, 2), -1, np.int16)
     runner = drive.engine.runner
-    monkeypatch.setattr(runner, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(runner, "clock", lambda: now_s[0])
 
     def begin(meta: StepMeta) -> npt.NDArray[np.int16]:
         real(meta)

@@ -126,7 +126,7 @@ def test_another_opening_follows_where_keys_and_values_may_be_wrong() -> None:
 def test_a_box_that_computes_for_another_one_is_not_idle() -> None:
     drive = Drive()
     host, now = host_of(drive), [100.0]
-    drive.engine.runner._clock = lambda: now[0]
+    drive.engine.runner.clock = lambda: now[0]
     assert drive.engine.is_idle()
     done = host.start(host.open("a", "boot", range(1, 2)), 1, STEP)
     drive.step()

@@ -1,4 +1,4 @@
-"""One box's tokens with two idle boxes beside it, and without them: what the guard of help chooses, and its cost.
+"""One box's tokens with two idle boxes beside it, and without them: the choices of the guard of help, and their cost.
 
     python -m tools.bench.helped --link 1000 --disk-mb 125 --width 1024 --rounds 12
 

@@ -36,7 +36,6 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import loading_text
-from edgemoe.types.stages import Stage
 
 State = Literal["pass", "warning", "failure"]
 
@@ -93,8 +92,7 @@ REMEDIES = {
     "ports": "Correct the peer's address in cluster.peers_file, start the daemon there, and let its ports through the "
     "firewalls of both boxes. The control channel's port is in cluster.listen, the others in cluster.calls_port and "
     "bulk_port (0 takes any free one, which no firewall knows).",
-    "stages": "Start the box that is named, or look at its log. If it will not come back, divide the layers over the "
-    "others: `edgemoe plan MODEL --box NAME:MEMORY` prints the line for cluster.stages.",
+    "stages": "Start that box, or divide the layers over the others: `edgemoe plan MODEL --box NAME:MEMORY` helps.",
     "peers": "Look at `edgemoe status --cluster` on both boxes. All must serve the same store: copy it, or pack the "
     "same checkpoint alike. A box that is reachable but not heard has another key in one of the lists of peers.",
     "leader": "An election needs most of the voters: start the boxes that are gone, or add `edgemoe witness`. "
@@ -483,16 +481,10 @@ def members(cluster: Json) -> Iterator[CheckResult]:
         said = f"{member.get('node')} is {state}" + (f": {why}" if why else "") + (f", of {release}" if release else "")
         yield CheckResult("peers", "pass" if state == "here" and not why else "failure", said)
         if release and release != cluster["members"][0].get("release"):
-            yield CheckResult(
-                "versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes"
-            )
+            said = f"{member.get('node')} runs {release}: update the older of the boxes"
+            yield CheckResult("versions", "warning", said)
     if double := cluster.get("double"):
         yield CheckResult("peers", "failure", double)
-    for stage in cluster.get("stages", []):
-        here = stage["state"] == "here" and stage["answers"] is not False
-        layers = Stage(stage["node"], stage["first"], stage["last"] + 1)
-        said = f"{stage['node']} holds {layers}" + ("" if here else ", and does not answer: no request can be computed")
-        yield CheckResult("stages", "pass" if here else "failure", said)
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"

@@ -17,6 +17,7 @@ from edgemoe.cli.client import socket_of
 from edgemoe.cli.doctor import checks
 from edgemoe.cli.doctor.checks import REMEDIES, CheckResult
 from edgemoe.cli.doctor.etcd_check import etcd_programs
+from edgemoe.cli.doctor.stage_check import stages
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
@@ -70,6 +71,7 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from found
     yield from run_check("unit", checks.unit)
     yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
+    yield from run_check("stages", lambda: stages(health))
     yield from run_check("etcd", lambda: etcd_programs(settings.cluster))
 
 

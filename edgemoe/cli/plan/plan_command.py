@@ -20,9 +20,9 @@ from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.choice import EncodingOffer, choose
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
+from edgemoe.cli.plan.layer_division import PlannedBox, named_boxes, plan_stages
 from edgemoe.cli.plan.measure import DEADLINE_S, LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
 from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
-from edgemoe.cli.plan.stages import PlannedBox, named_boxes, plan_stages
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings

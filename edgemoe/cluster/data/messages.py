@@ -193,7 +193,7 @@ class OpenStage(Message, frozen=True, tag="OpenStage"):
 class StageOpened(Message, frozen=True, tag="StageOpened"):
     """Names the opening. It stays while both engines live; with another one, all keys and values are gone.
 
-    The counts are those of `CacheRoom`.
+    `CacheRoom` describes the counts.
     """
 
     opening: Count
@@ -210,8 +210,8 @@ class StageStep(Message, frozen=True, tag="StageStep"):
     """Asks to compute a stage for `rows` tokens of some sequences. Reply: StageResult.
 
     Tensors: the residual, float32, and an int32 index. The index has the tokens of each sequence in the step, and in
-    all. The blocks of each follow, and with `windows` the windows' blocks of each. With `states` the index then has the
-    slot that each reads, the number of slots that it writes, and each of these with the tokens before it.
+    all. The blocks of each follow, and with `windows` the windows' blocks of each. With `states` follow the slot that
+    each reads and the number of slots that it writes. At last come these slots, each with the tokens before it.
     """
 
     opening: Count
