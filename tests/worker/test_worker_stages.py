@@ -89,8 +89,10 @@ async def answers(
 
 async def counted(child: Child, name: str, least: float = 1) -> None:
     """Waits until an engine reports such a number."""
-    while (await child.next_message(Stats)).values[name] < least:
-        pass
+    for _ in range(100):
+        if (found := (await child.next_message(Stats)).values[name]) >= least:
+            return
+    raise AssertionError(f"{name} is {found}, not {least} or more")
 
 
 class Boxes:
@@ -176,7 +178,7 @@ UNEQUAL = {
     "windows": ("gpt_oss", (), (2 << 20, 140 << 10)),
     "windows elsewhere": ("gpt_oss", ("full", "sliding", "sliding"), (2 << 20, 140 << 10)),
     "states": ("qwen3_next", (), (2 << 20, 80 << 10)),
-    "states elsewhere": ("qwen3_next", ("full", "linear", "linear"), (2 * TIGHT_BYTES, 70 << 10)),
+    "states elsewhere": ("qwen3_next", ("full", "linear", "linear"), (2 * TIGHT_BYTES, 200 << 10)),
 }
 USUAL = ("windows", "states")
 
