@@ -1,14 +1,5 @@
-"""Keeps residency's compiled functions between runs, for they take seconds to compile."""
+"""Links residency's compiled functions once."""
 
-from __future__ import annotations
+from support.linked import residency_is_linked
 
-import pytest
-from support.kept import KERNELS
-
-from edgemoe.experts.compiled_parts import TIERS
-from edgemoe.jit.object_cache import link
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _calls() -> None:
-    link(TIERS.codes, KERNELS)
+__all__ = ["residency_is_linked"]
