@@ -107,13 +107,13 @@ def test_threads_at_half_speed_cost_a_prompts_attention_less_than_thirty_percent
 @pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
 def pools(request: pytest.FixtureRequest) -> Iterator[list[Kernels]]:
     """Kernels with two threads, and with many, whose chunks are small."""
-    made = [Kernels(threads, request.param, KERNELS) for threads in (2, 5, 24)]
+    made = [Kernels(threads, request.param, KERNELS) for threads in (2, 24)]
     yield made
     for kernels in made:
         kernels.close()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("tokens", [3, 40])
 @pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
 def test_experts_have_the_same_bits_with_any_number_of_threads(
     pools: list[Kernels], encoding: Encoding, tokens: int
@@ -133,7 +133,7 @@ def test_experts_have_the_same_bits_with_any_number_of_threads(
         assert all(out.equal(sums[0]) for out in sums[1:])
 
 
-@pytest.mark.parametrize("rows", [24, 300, 1000])
+@pytest.mark.parametrize("rows", [1000])
 @pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
 def test_products_have_the_same_bits_with_any_number_of_threads(
     pools: list[Kernels], encoding: Encoding, rows: int
