@@ -23,10 +23,13 @@ AVX2 = frozenset(NEEDED)
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
 VNNI = AVX512 | {"avx512vnni"}
 BF16 = VNNI | {"avx512bf16"}
+AMX = frozenset({"amx-bf16", "amx-int8", "amx-tile"})  # products of tiles; a virtual machine often hides them
+WITH_AMX = "+amx"  # follows the name of a processor whose code uses them
 NONE: frozenset[str] = frozenset()
 V3 = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 ICE = V4 | {"avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vnni", "avx512vpopcntdq", "gfni", "vaes"}
+SAPPHIRE = {"avx512bf16", "avx512fp16", "avxvnni"}
 
 
 class ProcessorKind(NamedTuple):
@@ -37,34 +40,39 @@ class ProcessorKind(NamedTuple):
     members: tuple[str, ...]
 
 
-KINDS = {  # by the member that the code is compiled for
+_SAPPHIRE = ("sapphirerapids", "emeraldrapids", "graniterapids")
+# By the member that the code is compiled for. A processor is of the first kind whose needed features it has, and that
+# uses all of its features that our code asks for.
+KINDS = {
+    "znver4": ProcessorKind(BF16, ICE | {"avx512bf16", "sse4a"}, ("znver4", "znver5")),
+    f"sapphirerapids{WITH_AMX}": ProcessorKind(BF16 | AMX, ICE | SAPPHIRE | AMX, _SAPPHIRE),
+    "sapphirerapids": ProcessorKind(BF16, ICE | SAPPHIRE, _SAPPHIRE),
+    "cascadelake": ProcessorKind(
+        VNNI, V4 | {"avx512vnni"}, ("cascadelake", "icelake-client", "icelake-server", "rocketlake", "tigerlake")
+    ),
+    "skylake-avx512": ProcessorKind(AVX512, V4, ("skylake-avx512",)),
+    "znver1": ProcessorKind(
+        AVX2, V3 | {"adx", "clflushopt", "fsgsbase", "rdseed", "sha", "sse4a"}, ("znver1", "znver2", "znver3")
+    ),
     "haswell": ProcessorKind(
         AVX2,
         V3,
         ("haswell", "broadwell", "skylake", "alderlake", "raptorlake", "meteorlake", "gracemont", "arrowlake"),
     ),
-    "znver1": ProcessorKind(
-        AVX2, V3 | {"adx", "clflushopt", "fsgsbase", "rdseed", "sha", "sse4a"}, ("znver1", "znver2", "znver3")
-    ),
-    "skylake-avx512": ProcessorKind(AVX512, V4, ("skylake-avx512",)),
-    "cascadelake": ProcessorKind(
-        VNNI, V4 | {"avx512vnni"}, ("cascadelake", "icelake-client", "icelake-server", "rocketlake", "tigerlake")
-    ),
-    "sapphirerapids": ProcessorKind(
-        BF16, ICE | {"avx512bf16", "avx512fp16", "avxvnni"}, ("sapphirerapids", "emeraldrapids", "graniterapids")
-    ),
-    "znver4": ProcessorKind(BF16, ICE | {"avx512bf16", "sse4a"}, ("znver4", "znver5")),
 }
+ASKED = frozenset().union(*(kind.features for kind in KINDS.values()))
 X86 = {
     **dict.fromkeys(("nehalem", "sandybridge"), NONE),
     "x86-64-v3": AVX2,
     "x86-64-v4": AVX512,
     "cooperlake": BF16,
-    **{member: kind.features for kind in KINDS.values() for member in kind.members},
+    **{member: kind.features for name, kind in KINDS.items() for member in kind.members if WITH_AMX not in name},
+    **{name: kind.features for name, kind in KINDS.items() if WITH_AMX in name},
 }
 NEON, DOTPROD = frozenset({"neon"}), frozenset({"dotprod"})  # our code asks for either
 ARM = {"generic": NEON, **dict.fromkeys(("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2"), DOTPROD)}
 AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20  # of Linux
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 MACHINE_INTRINSICS = ("llvm.x86.", "llvm.aarch64.")
 FOREIGN = "foreign."  # in Numba's code, stands before the names of another machine's intrinsics
 MACHINES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}  # with LLVM's triples
@@ -107,32 +115,41 @@ class CompileTarget:
 
 
 def host() -> CompileTarget:
-    """Returns the processor of this machine, with all its features."""
+    """Returns the processor of this machine, with all its features that this process may use."""
     features = llvm.get_host_cpu_features()
     has = frozenset(name for name, there in features.items() if there)
+    if not (has >= AMX and _allowed_tiles()):
+        has -= AMX
     if platform.machine() == "aarch64":  # LLVM does not know all
         has |= NEON | (DOTPROD if ctypes.CDLL(None).getauxval(AT_HWCAP) & HWCAP_ASIMDDP else NONE)
     return CompileTarget(llvm.get_host_cpu_name(), has, features.flatten(), platform.machine())
 
 
+def _allowed_tiles() -> bool:
+    """Whether Linux lets this process use the registers of tiles, for which it asks."""
+    return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
+
+
 def named(name: str) -> CompileTarget:
     """Returns the processor with a name. Raises UnsupportedProcessor for an unknown one."""
     if name in X86:
-        return CompileTarget(name, X86[name], ",".join(f"+{each}" for each in sorted(X86[name])), "x86_64")
+        flags = ",".join(f"+{each}" for each in sorted(X86[name]))
+        return CompileTarget(name.removesuffix(WITH_AMX), X86[name], flags, "x86_64")
     if name in ARM:
         return CompileTarget(name, ARM[name], "", "aarch64")
     raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
 
 
 def kind_of(target: CompileTarget) -> CompileTarget:
-    """Returns the kind of a processor; the processor itself if it belongs to none, or lacks features of its kind.
+    """Returns the kind of a processor; the processor itself if it belongs to none.
 
-    Arm processors are of two kinds: with `dotprod` (Armv8.2, products of bytes), and without.
+    Features decide, not the name: virtual machines hide features, and some report another model than their
+    processor's. Arm processors are of two kinds: with `dotprod` (Armv8.2, products of bytes), and without.
     """
     if target.machine == "aarch64":
         return named("cortex-a76" if target.has(*DOTPROD) else "generic")
     for name, kind in KINDS.items():
-        if target.name in kind.members and target.has(*kind.needed):
+        if target.has(*kind.needed) and target.features & ASKED <= kind.features:
             return named(name)
     return target
 

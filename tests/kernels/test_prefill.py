@@ -113,7 +113,7 @@ def test_a_token_gets_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) 
 
 
 @pytest.mark.parametrize("pairs", sorted({False, PAIRS}))
-@pytest.mark.parametrize(("rows", "elements", "columns"), [(1, 2, 16), (13, 70, 32), (24, 64, 48)])
+@pytest.mark.parametrize(("rows", "elements", "columns"), [(1, 2, 16), (13, 70, 32), (24, 64, 48), (77, 166, 48)])
 def test_a_tile_is_the_product_of_rows_and_columns(
     kernels: Kernels, pairs: bool, rows: int, elements: int, columns: int
 ) -> None:
