@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("haswell", "znver1", "skylake-avx512", "cascadelake", "sapphirerapids", "znver4", "generic", "cortex-a76")
+KINDS = (
+    *("haswell", "znver1", "skylake-avx512", "cascadelake", "sapphirerapids", "sapphirerapids+amx", "znver4"),
+    *("generic", "cortex-a76"),
+)
 OBJECTS = "edgemoe/jit/objects"
 LOCK, SBOM = "requirements.lock", "edgemoe.cdx.json"
 PINNED = re.compile(r"(?m)^([\w.-]+)==([^\s;]+)(?: ; (.*?))?((?: +--hash=sha256:[0-9a-f]{64})+)$")

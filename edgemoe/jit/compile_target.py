@@ -127,7 +127,7 @@ def host() -> CompileTarget:
 
 def _allowed_tiles() -> bool:
     """Whether Linux lets this process use the registers of tiles, for which it asks."""
-    return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0)
 
 
 def named(name: str) -> CompileTarget:

@@ -15,6 +15,7 @@ from edgemoe.encodings.codec import pack, place, unpack
 from edgemoe.encodings.rows import join, order
 from edgemoe.jit.compile_target import TARGET
 from edgemoe.jit.object_cache import Code, link
+from edgemoe.kernels.cpu import amx
 from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.encoded.row_code import BYTES, FLOATS, WORDS, make_byte_rows, make_encoded_rows, make_row_code
@@ -245,7 +246,7 @@ def test_a_format_is_made_once_and_has_instructions_of_this_processor() -> None:
 @each_scaled
 def test_activations_of_bytes_are_for_models_in_bfloat16_and_can_be_left_out(encoding: Encoding) -> None:
     assert make_row_code(encoding, False, KERNELS).byte_rows is None
-    is_fast = AVX512.here and encoding is not FP8
+    is_fast = AVX512.here and not amx.HERE and encoding is not FP8
     kernels = KernelContext(1, True, KERNELS)
     others = kernels.clone_for_thread()
     assert (kernels.row_code(encoding).byte_rows is not None) == is_fast

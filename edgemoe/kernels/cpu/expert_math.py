@@ -167,7 +167,8 @@ class ExpertKernels:
             self._context.decode_rows(job, codes[0], each)
             assert codes[1].unpack is not None
             job["down_unpack"] = codes[1].unpack.address
-            job["plain"] = self._context.scratch("prefill_experts.plain", len(groups) * layout.hidden)
+            job["ordered"] = self._context.scratch("prefill_experts.ordered", tokens * layout.hidden)
+            job["tokens"] = tokens
         self._prefill_experts(self._context.pool.control, job.ctypes.data)
 
 

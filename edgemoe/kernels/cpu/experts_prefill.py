@@ -17,10 +17,11 @@ from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, i64
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_stages import shared_rows
-from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
+from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_order, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
-from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_tile
-from edgemoe.kernels.cpu.vector import activate, shift, widen
+from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_fill_panel, make_tile, room_for_square
+from edgemoe.kernels.cpu.transpose import SIDE, add_words, transpose
+from edgemoe.kernels.cpu.vector import activate, shift
 from edgemoe.types.arrays import fields
 
 GATE_ROWS = 64  # rows of gate and of up in one chunk
@@ -36,7 +37,7 @@ MOST_DOWN_ROWS, LEAST_DOWN_ROWS = 64, 16  # rows of down in one chunk
 # * `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`
 # For encoded rows:
 # * `unpack` and `down_unpack` addresses of the code that decodes rows of gate and up, and of down
-# * `plain` [group_count, hidden] scratch memory
+# * `ordered` [tokens, hidden] scratch memory in the model's type
 # * `decoded` scratch memory of rows for each thread, `decoded_bytes` apart
 # * `borrowed` [threads] int64, 1 if a thread's is in use
 PREFILL_EXPERTS = np.dtype(
@@ -44,7 +45,17 @@ PREFILL_EXPERTS = np.dtype(
         *fields(
             *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
             *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
-            *("unpack", "down_unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads", "down_rows"),
+            *(
+                "unpack",
+                "down_unpack",
+                "ordered",
+                "tokens",
+                "decoded",
+                "decoded_bytes",
+                "borrowed",
+                "threads",
+                "down_rows",
+            ),
         ).descr,
         *LAYOUT.descr,
     ]
@@ -81,34 +92,38 @@ def group_pairs(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], 
     return np.stack([slot, begin, np.minimum(GROUP, offsets[slot + 1] - begin)], axis=1), firsts
 
 
-def _make_fill_panel(bf16: bool) -> Code:
-    """Makes the chunk that puts the vectors of one group into its panel."""
-    size, per_word = (2, 2) if bf16 else (4, 1)
-    column, _ = make_fill(bf16)
-    scatter, _ = make_scatter(bf16)
+def _make_order_token(bf16: bool) -> Code:
+    """Makes the chunk that copies a token into the order of decoded rows."""
+    size, order = 2 if bf16 else 4, make_order(bf16)
 
     @chunk
-    def fill(job: int, number: int) -> None:
+    def order_token(job: int, token: int) -> None:
         m = record(job, PREFILL_EXPERTS)
-        group = i64_at(m.groups + 24 * number)
-        panel, line = m.panels + number * m.hidden * LINE, m.hidden * size
-        for j in range(group[2]):
-            source = m.x + i64_at(m.index)[group[1] + j] * line
-            if m.unpack == 0:
-                column(panel, LINE, j, source, m.hidden // per_word)
-                continue
-            plain = m.plain + number * m.hidden * 4
-            widen(source, bf16, m.hidden, plain)
-            scatter(panel, LINE, j, plain, m.hidden)
+        line = m.hidden * size
+        order(m.x + token * line, bf16, m.hidden, m.ordered + token * line)
 
-    return fill
+    return order_token
+
+
+def _make_fill_group(bf16: bool) -> Code:
+    """Makes the chunk that puts the vectors of one group into its panel."""
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    fill = make_fill_panel(bf16)
+
+    @chunk
+    def fill_group(job: int, number: int) -> None:
+        m = record(job, PREFILL_EXPERTS)
+        group, x = i64_at(m.groups + 24 * number), m.ordered if m.unpack else m.x
+        fill(m.panels + number * m.hidden * LINE, x, m.hidden * size, m.index, group[1], group[2], m.hidden // per_word)
+
+    return fill_group
 
 
 def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
     """Makes the chunk that multiplies some rows of gate and of up, or of up alone, of one slot with all its groups."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     multiply, (_, lines) = address_of(tile_code), make_fill(bf16)
-    _, scatter = make_scatter(bf16)
+    scatter = make_scatter(bf16)
 
     @chunk
     def gate_up(job: int, number: int) -> None:
@@ -146,8 +161,7 @@ def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
                     values[j] *= scales[j]
             mid = m.mid + number * m.width * LINE
             if m.unpack:
-                for k in range(count):
-                    scatter(mid, LINE, row + k, m.width, gates + k * LINE, columns)
+                scatter(mid, LINE, row, count, m.width, gates, LINE, columns)
                 continue
             for pair in range(count // 2):
                 low = gates + 2 * pair * LINE
@@ -168,6 +182,7 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
         m = record(job, PREFILL_EXPERTS)
         row, mine = number * m.down_rows, -1
         count, part = min(m.down_rows, m.hidden - row), m.part + number * m.down_rows * LINE
+        square = room_for_square()
         if m.unpack:
             mine = borrow(m.borrowed, m.threads)
         for slot in range(m.count):
@@ -186,10 +201,17 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
                 mid, columns = m.mid + number * m.width * LINE, (group[2] + LANES - 1) // LANES * LANES
                 words = m.width // per_word
                 call_rows(multiply(), w, line, count, soon, mid, LINE, words, part, LINE, columns, 1)
+                turned = count - count % SIDE
+                for begin in range(0, group[2], SIDE):
+                    for k in range(0, turned, SIDE):
+                        transpose(part + k * LINE + 4 * begin, LINE, square, 4 * SIDE)
+                        for j in range(min(SIDE, group[2] - begin)):
+                            token = i64_at(m.index)[group[1] + begin + j]
+                            add_words(m.out + (token * m.hidden + row + k) * 4, square + j * 4 * SIDE)
                 for j in range(group[2]):
                     out = f32_at(m.out + (i64_at(m.index)[group[1] + j] * m.hidden + row) * 4)
                     values, share = f32_at(part + 4 * j), f32_at(m.weights)[group[1] + j]
-                    for k in range(count):
+                    for k in range(turned, count):
                         out[k] += values[k * GROUP]
                     if m.bias:
                         for k in range(count):
@@ -204,14 +226,17 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
 def make_prefill_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
     """Makes the kernel run(control, address of a PREFILL_EXPERTS record). Returns it and all code that it refers to."""
     tile_code = make_tile(bf16)
-    fill, gate_up, down = _make_fill_panel(bf16), _make_gate_up(bf16, tile_code), _make_down(bf16, tile_code)
-    filling, gating, adding = address_of(fill), address_of(gate_up), address_of(down)
+    order, fill = _make_order_token(bf16), _make_fill_group(bf16)
+    gate_up, down = _make_gate_up(bf16, tile_code), _make_down(bf16, tile_code)
+    ordering, filling, gating, adding = map(address_of, (order, fill, gate_up, down))
 
     @code(INT, INT)
     def run(control: int, job: int) -> None:
         m = record(job, PREFILL_EXPERTS)
+        if m.unpack:
+            parallel(control, ordering(), job, m.tokens)
         parallel(control, filling(), job, m.group_count)
         parallel(control, gating(), job, m.count * ((m.width + GATE_ROWS - 1) // GATE_ROWS))
         parallel(control, adding(), job, (m.hidden + m.down_rows - 1) // m.down_rows)
 
-    return run, (tile_code, fill, gate_up, down, run)
+    return run, (tile_code, order, fill, gate_up, down, run)

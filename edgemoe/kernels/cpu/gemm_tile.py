@@ -25,6 +25,7 @@ from edgemoe.jit.intrinsics import (
     WIDE,
     cgutils,
     f32_at,
+    i64_at,
     intrinsic,
     jit,
     multiply_add,
@@ -35,6 +36,7 @@ from edgemoe.jit.intrinsics import (
 )
 from edgemoe.jit.object_cache import Code, code
 from edgemoe.kernels.cpu import amx
+from edgemoe.kernels.cpu.transpose import SIDE, make_gather
 
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
 GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
@@ -167,143 +169,6 @@ def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., N
     return block  # type: ignore[no-any-return]
 
 
-def _tile_block(down: int, across: int) -> Callable[..., None]:
-    """Makes the intrinsic that multiplies `down` tiles of rows with `across` of columns, by AMX, in `steps` steps.
-
-    A step is a tile of A and of B, as they are configured. It prefetches as much as `a` has at `soon`.
-    """
-
-    @intrinsic
-    def tile_block(
-        typing: Any,
-        a: Any,
-        a_stride: Any,
-        soon: Any,
-        b: Any,
-        b_stride: Any,
-        steps: Any,
-        c: Any,
-        c_stride: Any,
-        fresh: Any,
-    ) -> Any:
-        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, a_stride, soon, b, b_stride, steps, c, c_stride, fresh = args
-            tiles = amx.TileWriter(builder)
-
-            def number(value: int) -> Any:
-                return ir.Constant(I64, value)
-
-            lefts = [builder.add(a, builder.mul(a_stride, number(i * amx.ROWS))) for i in range(down)]
-            places = [
-                (
-                    amx.SUMS[2 * i + j],
-                    builder.add(builder.add(c, builder.mul(c_stride, number(i * amx.ROWS))), number(64 * j)),
-                )
-                for i in range(down)
-                for j in range(across)
-            ]
-            with builder.if_else(builder.icmp_signed("!=", fresh, number(0))) as (new, old):
-                with new:
-                    for register, _place in places:
-                        tiles.zero(register)
-                with old:
-                    for register, place in places:
-                        tiles.load(register, place, c_stride)
-            with cgutils.for_range(builder, steps, intp=I64) as loop:
-                along = builder.mul(loop.index, number(amx.ROW_BYTES))
-                panel = builder.add(b, builder.mul(loop.index, builder.mul(b_stride, number(amx.ROWS))))
-                for i, left in enumerate(lefts):
-                    tiles.load(amx.LEFT[i], builder.add(left, along), a_stride)
-                for j in range(across):
-                    tiles.load(amx.RIGHT[j], builder.add(panel, number(64 * j)), b_stride)
-                lines = builder.add(soon, builder.mul(along, number(down * amx.ROWS)))
-                for line in range(down * amx.ROWS):
-                    prefetch(builder, builder.add(lines, number(64 * line)))
-                for i in range(down):
-                    for j in range(across):
-                        tiles.add_product("bf16ps", amx.SUMS[2 * i + j], amx.LEFT[i], amx.RIGHT[j])
-            for register, place in places:
-                tiles.store(register, place, c_stride)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), emit
-
-    return tile_block  # type: ignore[no-any-return]
-
-
-@cache
-def _make_amx_tile() -> Code:
-    """Makes the same as `make_tile`, for rows of bf16 and panels of pairs, by AMX."""
-    four, upper, left, one = _tile_block(2, 2), _tile_block(1, 2), _tile_block(2, 1), _tile_block(1, 1)
-
-    @jit
-    def strip(
-        tall: bool,
-        a: int,
-        a_stride: int,
-        soon: int,
-        b: int,
-        b_stride: int,
-        steps: int,
-        c: int,
-        c_stride: int,
-        columns: int,
-        fresh: int,
-    ) -> None:
-        column = 0
-        while column < columns:
-            lines, into = b + 4 * column, c + 4 * column
-            two = columns - column >= 2 * LANES
-            if tall and two:
-                four(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            elif tall:
-                left(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            elif two:
-                upper(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            else:
-                one(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            column += 2 * LANES if two else LANES
-            soon = a  # prefetched already
-
-    @code(*[INT] * 11)
-    def tile(
-        a: int,
-        a_stride: int,
-        rows: int,
-        following: int,
-        b: int,
-        b_stride: int,
-        words: int,
-        c: int,
-        c_stride: int,
-        columns: int,
-        fresh: int,
-    ) -> None:
-        steps, rest = words // amx.ROWS, words % amx.ROWS
-        row = shape = 0
-        while row < rows:
-            height = min(amx.ROWS, rows - row)
-            tall = rows - row >= 2 * amx.ROWS
-            together = 2 * amx.ROWS if tall else height
-            at, to, soon = a + row * a_stride, c + row * c_stride, a + (row + together) * a_stride
-            if row + together >= rows:
-                soon = following
-            if steps:
-                if shape != height * amx.ROWS:
-                    amx.configure(height, amx.ROWS)
-                    shape = height * amx.ROWS
-                strip(tall, at, a_stride, soon, b, b_stride, steps, to, c_stride, columns, fresh)
-            if rest:
-                amx.configure(height, rest)
-                shape = 0
-                last, lines = at + steps * amx.ROW_BYTES, b + steps * amx.ROWS * b_stride
-                strip(tall, last, a_stride, at, lines, b_stride, 1, to, c_stride, columns, 0 if steps else fresh)
-            row += together
-        amx.release()
-
-    return tile
-
-
 @cache
 def make_tile(bf16: bool, pairs: bool = PAIRS, tiles: bool = amx.HERE) -> Code:
     """Makes tile(a, a_stride, rows, following, b, b_stride, words, c, c_stride, columns, fresh).
@@ -318,7 +183,7 @@ def make_tile(bf16: bool, pairs: bool = PAIRS, tiles: bool = amx.HERE) -> Code:
     """
     paired = bf16 and pairs
     if paired and tiles:
-        return _make_amx_tile()
+        return amx.make_tile()
     wide, narrow = _block(ROWS, 2, bf16, paired), _block(ROWS, 1, bf16, paired)
     wide_row, narrow_row = _block(1, 2, bf16, paired), _block(1, 1, bf16, paired)
 
@@ -401,3 +266,51 @@ def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Cal
                 first[k], second[k] = l[k], h[k]
 
     return column, lines
+
+
+@intrinsic
+def _sixteen(typing: Any) -> Any:
+    """Returns the address of 16 int64 on the stack."""
+
+    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, SIDE)), I64)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def room_for_square(typing: Any) -> Any:
+    """Returns the address of 16 x 16 words on the stack."""
+
+    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.VectorType(F32, SIDE), size=SIDE), I64)
+
+    return types.int64(), emit
+
+
+@cache
+def make_fill_panel(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
+    """Makes fill(panel, x, line, index, first, count, words), which puts tokens into a panel as its columns.
+
+    Token j is row `first` + j of `x`, or row index[first + j] where `index` is no 0; rows are `line` bytes apart.
+    """
+    column, _ = make_fill(bf16, pairs)
+    gather, lines = make_gather(bf16 and not pairs), 2 if bf16 and not pairs else 1
+
+    @jit
+    def fill(panel: int, x: int, line: int, index: int, first: int, count: int, words: int) -> None:
+        sixteen = _sixteen()
+        rows, whole = i64_at(sixteen), words - words % SIDE
+        for begin in range(0, count, SIDE):
+            for j in range(SIDE):
+                number = first + min(begin + j, count - 1)
+                if index:
+                    number = i64_at(index)[number]
+                rows[j] = x + number * line
+            for word in range(0, whole, SIDE):
+                gather(sixteen, 4 * word, panel + 4 * begin + word * lines * LINE, LINE)
+            if whole < words:
+                for j in range(min(SIDE, count - begin)):
+                    column(panel + whole * lines * LINE, LINE, begin + j, rows[j] + 4 * whole, words - whole)
+
+    return fill  # type: ignore[no-any-return]

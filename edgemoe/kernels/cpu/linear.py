@@ -12,9 +12,10 @@ from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, rec
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_stages import shared_rows
-from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_scatter
-from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_tile
+from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_order
+from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill_panel, make_tile
 from edgemoe.kernels.cpu.gemv import make_rows
+from edgemoe.kernels.cpu.transpose import SIDE, transpose
 from edgemoe.kernels.cpu.vector import widen
 from edgemoe.types.arrays import fields
 
@@ -81,11 +82,11 @@ def make_grouped_linear(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
 # The record of one call, out [tokens, rows] = x [tokens, n] . weight [rows, n] transposed; arrays are addresses.
 # * `line` bytes of a row
 # * `x` bf16 if `x_bf16`, else float32; `out` float32
-# * `panels`, `plain` and `part` scratch memory, see `scratch_floats`
+# * `panels`, `ordered` and `part` scratch memory, see `scratch_floats`
 # * `some` rows in one chunk, see `many_rows`
 # * the rest as in PREFILL_EXPERTS
 PRODUCT = fields(
-    *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part", "some"),
+    *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "ordered", "part", "some"),
     *("unpack", "decoded", "decoded_bytes", "borrowed", "threads"),
 )
 MOST_ROWS, LEAST_ROWS = 64, 16  # in one chunk; each rows' share of reading the tokens grows as they become few
@@ -99,20 +100,22 @@ def many_rows(threads: int) -> int:
 def scratch_floats(n: int, tokens: int, threads: int) -> dict[str, int]:
     """Returns the sizes of the scratch arrays, in float32."""
     groups = -(-tokens // GROUP)
-    return {"panels": groups * n * GROUP, "plain": groups * n, "part": threads * MOST_ROWS * GROUP}
+    return {"panels": groups * n * GROUP, "ordered": tokens * n, "part": threads * MOST_ROWS * GROUP}
 
 
 def _make_fill(bf16: bool) -> Code:
     """Makes the chunk that puts one group of tokens into its panel."""
-    scatter, _ = make_scatter(bf16)
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    order, fill = make_order(bf16), make_fill_panel(bf16)
 
     @chunk
     def fill_product(job: int, number: int) -> None:
         p = record(job, PRODUCT)
-        plain, panel = p.plain + number * p.n * 4, p.panels + number * p.n * LINE
-        for j in range(min(GROUP, p.tokens - number * GROUP)):
-            widen(p.x + (number * GROUP + j) * p.n * (2 if p.x_bf16 else 4), p.x_bf16, p.n, plain)
-            scatter(panel, LINE, j, plain, p.n)
+        first, line = number * GROUP, p.n * size
+        count = min(GROUP, p.tokens - first)
+        for token in range(first, first + count):
+            order(p.x + token * p.n * (2 if p.x_bf16 else 4), p.x_bf16, p.n, p.ordered + token * line)
+        fill(p.panels + number * p.n * LINE, p.ordered, line, 0, first, count, p.n // per_word)
 
     return fill_product
 
@@ -133,9 +136,14 @@ def _make_multiply(bf16: bool, tile_code: Code) -> Code:
             tokens, panel = min(GROUP, p.tokens - first), p.panels + first // GROUP * p.n * LINE
             columns = (tokens + LANES - 1) // LANES * LANES
             call_rows(tile(), rows, line, count, rows, panel, LINE, p.n // per_word, part, LINE, columns, 1)
+            turned = count - count % SIDE if tokens == columns else 0
+            for begin in range(0, tokens, SIDE):
+                for k in range(0, turned, SIDE):
+                    to = p.out + ((first + begin) * p.rows + row + k) * 4
+                    transpose(part + k * LINE + 4 * begin, LINE, to, 4 * p.rows)
             for j in range(tokens):
                 out, values = f32_at(p.out + ((first + j) * p.rows + row) * 4), f32_at(part + 4 * j)
-                for k in range(count):
+                for k in range(turned, count):
                     out[k] = values[k * GROUP]
         give_back(p.borrowed, mine)
 

@@ -1,4 +1,4 @@
-"""Packs activations in the order in which rows of encoded weights are read; decodes such rows, and fills panels, alike.
+"""Packs activations in the order in which rows of encoded weights are read, and decodes such rows.
 
 Activations for byte products are whole numbers of 16 bits, in two parts of 8: BASE times the upper part, plus the lower
 one. For many tokens they have 8 bits, one part. No part is -128, which has no opposite.
@@ -22,16 +22,20 @@ from edgemoe.jit.intrinsics import (
     atomic_store,
     cgutils,
     f32_at,
+    f32_of,
+    instruction,
     intrinsic,
     jit,
     round_bf16,
     rounded,
     types,
     u16_at,
+    u32_at,
 )
 from edgemoe.jit.object_cache import Code, code
 from edgemoe.kernels.cpu.encoded.affine_factors import AffineVectors
 from edgemoe.kernels.cpu.encoded.instructions import F32, I8, I16, I32, CodeVectors, Instructions
+from edgemoe.kernels.cpu.gemm_tile import BFloat, make_fill
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255
@@ -191,11 +195,23 @@ class _Emitter:
             scale = self.v.scales(self.at(self.scales, run, scale_bytes, first * scale_bytes // LANES), left)
             values = (b.fmul(weight, scale) for weight in self.v.columns(codes, lanes, mask))
         to = self.at(self.out, run, RUN * self.size, first * self.size)
+        if PAIRS and self.size == 2 and left is None and self.lanes == LANES:
+            self.store_pairs(list(values), to)
+            return
         for column, value in enumerate(values):
             if self.size == 2:
                 upper = b.lshr(round_bf16(b, value), self.v.splat(self.v.words, 16))
                 value = b.trunc(upper, ir.VectorType(I16, self.lanes))
             self.v.store(b.add(to, b.mul(lanes, self.number(column * self.size))), value, mask)
+
+    def store_pairs(self, columns: list[Any], to: Any) -> None:
+        """Writes whole runs as bf16, by the instruction that rounds two columns. It takes the least numbers as 0."""
+        kind = ir.VectorType(BFloat(), 2 * LANES)
+        words = ir.VectorType(I32, LANES)
+        for column in range(0, len(columns), 2):
+            name, both = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", (columns[column + 1], columns[column])
+            pair = self.b.bitcast(instruction(self.b, name, kind, both), words)
+            self.v.store(self.b.add(to, self.number(column * LANES * 2)), pair)
 
 
 def _row(encoding: Encoding, instructions: Instructions, bf16: bool) -> Callable[..., None]:
@@ -233,32 +249,66 @@ def place(k: int, n: int) -> int:
 
 
 @cache
-def make_scatter(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Makes the functions that put encoded vectors into a panel whose lines are `stride` bytes apart. Returns both.
+def make_order(bf16: bool) -> Callable[[int, int, int, int], None]:
+    """Makes order(source, from_bf16, n, out), which copies a vector into the order of decoded rows.
 
-    * column(panel, stride, number, values, n) writes n float32 as column `number`
-    * line(panel, stride, k, n, values, count) writes element k of n of `count` columns
+    It is bf16 or float32 at `source`, and becomes so at `out` as `bf16` says.
+    """
+
+    @jit
+    def order(source: int, from_bf16: int, n: int, out: int) -> None:
+        words, halves, to, narrow = u32_at(source), u16_at(source), u32_at(out), u16_at(out)
+        for first in range(0, n, RUN):
+            lanes = lanes_of(first // RUN, n)
+            for lane in range(lanes):
+                start, begin = first + lane * LANE_COLUMNS, first + lane
+                for k in range(LANE_COLUMNS):
+                    if bf16 and from_bf16:
+                        narrow[begin + k * lanes] = halves[start + k]
+                    elif bf16:
+                        number = f32_of(words[start + k])
+                        narrow[begin + k * lanes] = np.uint16(rounded(number) >> np.uint32(16))
+                    elif from_bf16:
+                        to[begin + k * lanes] = np.uint32(halves[start + k]) << np.uint32(16)
+                    else:
+                        to[begin + k * lanes] = words[start + k]
+
+    return order  # type: ignore[no-any-return]
+
+
+@cache
+def make_scatter(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
+    """Makes scatter(panel, stride, first, count, n, rows, row_stride, columns).
+
+    It puts elements first:first + count of n, a row of `columns` float32 each, into a panel in the order of decoded
+    rows, whose lines are `stride` bytes apart.
     """
     paired = bf16 and pairs
+    _, lines = make_fill(bf16, pairs)
 
     @jit
-    def line(panel: int, stride: int, k: int, n: int, values: int, count: int) -> None:
-        v, at = f32_at(values), place(k, n)
-        if paired:
-            narrow = u16_at(panel + (at >> 1) * stride + 2 * (at & 1))
-            for i in range(count):
-                narrow[2 * i] = np.uint16(rounded(v[i]) >> np.uint32(16))
-        else:
-            wide = f32_at(panel + at * stride)
-            for i in range(count):
-                wide[i] = v[i]
+    def scatter(
+        panel: int, stride: int, first: int, count: int, n: int, rows: int, row_stride: int, columns: int
+    ) -> None:
+        lanes = lanes_of(first // RUN, n)
+        if paired and lanes % 2 == 0 and first % (2 * LANE_COLUMNS) == count % (2 * LANE_COLUMNS) == 0:
+            for begin in range(0, count, 2 * LANE_COLUMNS):  # two lanes, whose columns lie side by side
+                for k in range(begin, begin + LANE_COLUMNS):
+                    low = rows + k * row_stride
+                    lines(panel, stride, place(first + k, n) >> 1, low, low + LANE_COLUMNS * row_stride, columns)
+            return
+        for k in range(count):
+            v, at = f32_at(rows + k * row_stride), place(first + k, n)
+            if paired:
+                narrow = u16_at(panel + (at >> 1) * stride + 2 * (at & 1))
+                for i in range(columns):
+                    narrow[2 * i] = np.uint16(rounded(v[i]) >> np.uint32(16))
+            else:
+                wide = f32_at(panel + at * stride)
+                for i in range(columns):
+                    wide[i] = v[i]
 
-    @jit
-    def column(panel: int, stride: int, number: int, values: int, n: int) -> None:
-        for k in range(n):
-            line(panel + 4 * number, stride, k, n, values + 4 * k, 1)
-
-    return column, line
+    return scatter  # type: ignore[no-any-return]
 
 
 @jit
