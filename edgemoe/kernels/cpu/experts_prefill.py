@@ -45,17 +45,8 @@ PREFILL_EXPERTS = np.dtype(
         *fields(
             *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
             *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
-            *(
-                "unpack",
-                "down_unpack",
-                "ordered",
-                "tokens",
-                "decoded",
-                "decoded_bytes",
-                "borrowed",
-                "threads",
-                "down_rows",
-            ),
+            *("unpack", "down_unpack", "ordered", "tokens", "decoded", "decoded_bytes", "borrowed", "threads"),
+            "down_rows",
         ).descr,
         *LAYOUT.descr,
     ]
