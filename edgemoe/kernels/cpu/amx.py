@@ -8,14 +8,13 @@ configured for all registers at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
 from edgemoe.jit.compile_target import AMX, TARGET
 from edgemoe.jit.intrinsics import INT, LANES, cgutils, instruction, intrinsic, jit, prefetch, types
-from edgemoe.jit.object_cache import Code, code
+from edgemoe.jit.object_cache import code
 
 HERE = TARGET.has(*AMX)
 ROWS = 16  # of a tile at most
@@ -94,14 +93,54 @@ def _release(typing: Any) -> Any:
     return types.void(), emit
 
 
-def _tile_block(down: int, across: int) -> Callable[..., None]:
-    """Makes the intrinsic that multiplies `down` tiles of rows with `across` of columns in `steps` steps.
+class _Block:
+    """Writes the LLVM code that multiplies `down` tiles of rows with `across` tiles of columns."""
 
-    A step is a tile of A and of B, as they are configured. It prefetches as many rows at `soon`.
-    """
+    def __init__(self, builder: Any, down: int, across: int) -> None:
+        self.b, self.down, self.across, self.tiles = builder, down, across, _TileWriter(builder)
+        self.pairs = [(i, j) for i in range(down) for j in range(across)]
+
+    def at(self, base: Any, stride: Any, rows: int, extra: int = 0) -> Any:
+        """Returns the address `rows` rows and `extra` bytes on."""
+        moved = self.b.add(base, self.b.mul(stride, ir.Constant(_I64, rows)))
+        return self.b.add(moved, ir.Constant(_I64, extra))
+
+    def run(
+        self, a: Any, a_stride: Any, soon: Any, b: Any, b_stride: Any, steps: Any, c: Any, c_stride: Any, fresh: Any
+    ) -> None:
+        """Writes c = a . b in `steps` steps of a tile each, or += where `fresh` is 0; prefetches rows at `soon`."""
+        places = [(SUMS[2 * i + j], self.at(c, c_stride, i * ROWS, j * ROW_BYTES)) for i, j in self.pairs]
+        with self.b.if_else(self.b.icmp_signed("!=", fresh, ir.Constant(_I64, 0))) as (new, old):
+            with new:
+                for register, _ in places:
+                    self.tiles.zero(register)
+            with old:
+                for register, place in places:
+                    self.tiles.load(register, place, c_stride)
+        with cgutils.for_range(self.b, steps, intp=_I64) as loop:
+            along = self.b.mul(loop.index, ir.Constant(_I64, ROW_BYTES))
+            panel = self.b.add(b, self.b.mul(loop.index, self.b.mul(b_stride, ir.Constant(_I64, ROWS))))
+            self.step(self.b.add(a, along), a_stride, self.b.add(soon, along), panel, b_stride)
+        for register, place in places:
+            self.tiles.store(register, place, c_stride)
+
+    def step(self, a: Any, a_stride: Any, soon: Any, panel: Any, b_stride: Any) -> None:
+        """Writes the products of one tile of each row with one of each column."""
+        for i in range(self.down):
+            self.tiles.load(LEFT[i], self.at(a, a_stride, i * ROWS), a_stride)
+        for j in range(self.across):
+            self.tiles.load(RIGHT[j], self.at(panel, b_stride, 0, j * ROW_BYTES), b_stride)
+        for row in range(self.down * ROWS):
+            prefetch(self.b, self.at(soon, a_stride, row))
+        for i, j in self.pairs:
+            self.tiles.add_product(SUMS[2 * i + j], LEFT[i], RIGHT[j])
+
+
+def _block(down: int, across: int) -> Callable[..., None]:
+    """Makes the intrinsic that runs `_Block`."""
 
     @intrinsic
-    def tile_block(
+    def block(
         typing: Any,
         a: Any,
         a_stride: Any,
@@ -111,138 +150,105 @@ def _tile_block(down: int, across: int) -> Callable[..., None]:
         steps: Any,
         c: Any,
         c_stride: Any,
-        fresh: Any,
+        new: Any,
     ) -> Any:
         def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, a_stride, soon, b, b_stride, steps, c, c_stride, fresh = args
-            tiles = _TileWriter(builder)
-
-            def number(value: int) -> Any:
-                return ir.Constant(_I64, value)
-
-            lefts = [builder.add(a, builder.mul(a_stride, number(i * ROWS))) for i in range(down)]
-            places = [
-                (
-                    SUMS[2 * i + j],
-                    builder.add(builder.add(c, builder.mul(c_stride, number(i * ROWS))), number(64 * j)),
-                )
-                for i in range(down)
-                for j in range(across)
-            ]
-            with builder.if_else(builder.icmp_signed("!=", fresh, number(0))) as (new, old):
-                with new:
-                    for register, _place in places:
-                        tiles.zero(register)
-                with old:
-                    for register, place in places:
-                        tiles.load(register, place, c_stride)
-            with cgutils.for_range(builder, steps, intp=_I64) as loop:
-                along = builder.mul(loop.index, number(ROW_BYTES))
-                panel = builder.add(b, builder.mul(loop.index, builder.mul(b_stride, number(ROWS))))
-                for i, left in enumerate(lefts):
-                    tiles.load(LEFT[i], builder.add(left, along), a_stride)
-                for j in range(across):
-                    tiles.load(RIGHT[j], builder.add(panel, number(64 * j)), b_stride)
-                coming = builder.add(soon, along)
-                for row in range(down * ROWS):
-                    prefetch(builder, builder.add(coming, builder.mul(a_stride, number(row))))
-                for i in range(down):
-                    for j in range(across):
-                        tiles.add_product(SUMS[2 * i + j], LEFT[i], RIGHT[j])
-            for register, place in places:
-                tiles.store(register, place, c_stride)
+            _Block(builder, down, across).run(*args)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), emit
 
-    return tile_block  # type: ignore[no-any-return]
+    return block  # type: ignore[no-any-return]
 
 
-@cache
-def make_tile() -> Code:
-    """Makes the same as `gemm_tile.make_tile`, for rows of bf16 and panels of pairs."""
-    four, upper, left, one = _tile_block(2, 2), _tile_block(1, 2), _tile_block(2, 1), _tile_block(1, 1)
+_FOUR, _UPPER, _LEFT, _ONE = _block(2, 2), _block(1, 2), _block(2, 1), _block(1, 1)
 
-    @jit
-    def strip(
-        tall: bool,
-        a: int,
-        a_stride: int,
-        soon: int,
-        b: int,
-        b_stride: int,
-        steps: int,
-        c: int,
-        c_stride: int,
-        columns: int,
-        fresh: int,
-    ) -> None:
-        column = 0
-        while column < columns:
-            lines, into = b + 4 * column, c + 4 * column
-            two = columns - column >= 2 * LANES
-            if tall and two:
-                four(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            elif tall:
-                left(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            elif two:
-                upper(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            else:
-                one(a, a_stride, soon, lines, b_stride, steps, into, c_stride, fresh)
-            column += 2 * LANES if two else LANES
-            soon = a  # prefetched already
 
-    @code(*[INT] * 11)
-    def tile(
-        a: int,
-        a_stride: int,
-        rows: int,
-        following: int,
-        b: int,
-        b_stride: int,
-        words: int,
-        c: int,
-        c_stride: int,
-        columns: int,
-        fresh: int,
-    ) -> None:
-        steps, shape = (words + ROWS - 1) // ROWS, 0
-        for step in range(0, steps, TOGETHER):
-            first = step * ROWS
-            some = min(TOGETHER * ROWS, words - first)
-            here, lines, new = a + 4 * first, b + first * b_stride, fresh if step == 0 else 0
-            row = 0
-            while row < rows:
-                height = min(ROWS, rows - row)
-                tall = rows - row >= 2 * ROWS
-                together = 2 * ROWS if tall else height
-                at, to, soon = here + row * a_stride, c + row * c_stride, here + (row + together) * a_stride
-                if row + together >= rows:
-                    soon = here + TOGETHER * ROW_BYTES if step + TOGETHER < steps else following
-                whole, rest = some // ROWS, some % ROWS
-                if whole:
-                    if shape != height:
-                        _configure(height, ROWS)
-                        shape = height
-                    strip(tall, at, a_stride, soon, lines, b_stride, whole, to, c_stride, columns, new)
-                if rest:
-                    _configure(height, rest)
-                    shape, begun = 0, whole * ROWS
-                    last = lines + begun * b_stride
-                    strip(
-                        tall,
-                        at + 4 * begun,
-                        a_stride,
-                        at,
-                        last,
-                        b_stride,
-                        1,
-                        to,
-                        c_stride,
-                        columns,
-                        0 if whole else new,
-                    )
-                row += together
-        _release()
+@jit
+def _multiply_strip(
+    tall: bool,
+    a: int,
+    a_stride: int,
+    soon: int,
+    b: int,
+    b_stride: int,
+    steps: int,
+    c: int,
+    c_stride: int,
+    n: int,
+    new: int,
+) -> None:
+    """Multiplies 32 rows if `tall`, else at most 16, with `n` columns."""
+    column = 0
+    while column < n:
+        lines, into = b + 4 * column, c + 4 * column
+        two = n - column >= 2 * LANES
+        if tall and two:
+            _FOUR(a, a_stride, soon, lines, b_stride, steps, into, c_stride, new)
+        elif tall:
+            _LEFT(a, a_stride, soon, lines, b_stride, steps, into, c_stride, new)
+        elif two:
+            _UPPER(a, a_stride, soon, lines, b_stride, steps, into, c_stride, new)
+        else:
+            _ONE(a, a_stride, soon, lines, b_stride, steps, into, c_stride, new)
+        column += 2 * LANES if two else LANES
+        soon = a  # prefetched already
 
-    return tile
+
+@jit
+def _multiply_rows(
+    a: int,
+    a_stride: int,
+    rows: int,
+    coming: int,
+    b: int,
+    b_stride: int,
+    words: int,
+    c: int,
+    c_stride: int,
+    n: int,
+    new: int,
+) -> None:
+    """Multiplies `words` words of all rows with `n` columns; prefetches rows at `coming` beside the last ones."""
+    row = shape = 0
+    whole, rest = words // ROWS, words % ROWS
+    begun = whole * ROWS
+    while row < rows:
+        height, tall = min(ROWS, rows - row), rows - row >= 2 * ROWS
+        together = 2 * ROWS if tall else height
+        at, to, soon = a + row * a_stride, c + row * c_stride, a + (row + together) * a_stride
+        if row + together >= rows:
+            soon = coming
+        if whole:
+            if shape != height:
+                _configure(height, ROWS)
+                shape = height
+            _multiply_strip(tall, at, a_stride, soon, b, b_stride, whole, to, c_stride, n, new)
+        if rest:
+            _configure(height, rest)
+            shape, last, left = 0, b + begun * b_stride, 0 if whole else new
+            _multiply_strip(tall, at + 4 * begun, a_stride, at, last, b_stride, 1, to, c_stride, n, left)
+        row += together
+
+
+@code(*[INT] * 11)
+def tile(
+    a: int,
+    a_stride: int,
+    rows: int,
+    following: int,
+    b: int,
+    b_stride: int,
+    words: int,
+    c: int,
+    c_stride: int,
+    columns: int,
+    fresh: int,
+) -> None:
+    """Does the same as `gemm_tile.make_tile`'s code, for rows of bf16 and panels of pairs."""
+    for first in range(0, words, TOGETHER * ROWS):
+        some, here, lines = min(TOGETHER * ROWS, words - first), a + 4 * first, b + first * b_stride
+        coming = here + TOGETHER * ROW_BYTES if first + some < words else following
+        new = fresh if first == 0 else 0
+        _multiply_rows(here, a_stride, rows, coming, lines, b_stride, some, c, c_stride, columns, new)
+    _release()

@@ -2,9 +2,8 @@
 
 A row is read in words of 32 bits: one float32 or two bf16. Each word is broadcast and multiplied with a line of the
 panel, so that sums stay in registers until the row ends. A line holds one float32 of every column; a word of bf16 takes
-two lines. With AVX-512 BF16, a line holds two bf16 of every column. Sums are float32, in the order of the elements.
-With AMX, tiles of 16 rows and 16 columns are multiplied, which adds 16 products of first elements of words, and 16 of
-second ones, before it adds them to the sum.
+two lines. With AVX-512 BF16, a line holds two bf16 of every column. Sums are float32, in the order of the elements;
+`amx` has another.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def make_tile(bf16: bool, pairs: bool = PAIRS, tiles: bool = amx.HERE) -> Code:
     """
     paired = bf16 and pairs
     if paired and tiles:
-        return amx.make_tile()
+        return amx.tile
     wide, narrow = _block(ROWS, 2, bf16, paired), _block(ROWS, 1, bf16, paired)
     wide_row, narrow_row = _block(1, 2, bf16, paired), _block(1, 1, bf16, paired)
 

@@ -66,7 +66,7 @@ class _Emitter:
 
 @intrinsic
 def transpose(typing: Any, source: Any, stride: Any, to: Any, to_stride: Any) -> Any:
-    """Writes the transpose of 16 rows of 16 words; both have rows so many bytes apart."""
+    """Writes the transpose of 16 rows of 16 words; rows are `stride` and `to_stride` bytes apart."""
 
     def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, stride, to, to_stride = args

@@ -280,8 +280,8 @@ def make_order(bf16: bool) -> Callable[[int, int, int, int], None]:
 def make_scatter(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
     """Makes scatter(panel, stride, first, count, n, rows, row_stride, columns).
 
-    It puts elements first:first + count of n, a row of `columns` float32 each, into a panel in the order of decoded
-    rows, whose lines are `stride` bytes apart.
+    It puts elements first:first + count of n into a panel in the order of decoded rows. An element is a row of
+    `columns` float32; the panel's lines are `stride` bytes apart.
     """
     paired = bf16 and pairs
     _, lines = make_fill(bf16, pairs)
