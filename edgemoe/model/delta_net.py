@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu, softplus
+from torch.nn.functional import linear, silu, softplus
 
 from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.model.attention import StepContext
 from edgemoe.model.convolution import convolve, read_taps
-from edgemoe.model.dense_weights import DenseMatrix, LayerReader
+from edgemoe.model.dense_weights import DenseMatrix, LayerReader, rms_norm
 from edgemoe.model.kv import LayerStates, StepStates
 
 CHUNK = 64  # tokens
@@ -96,7 +96,7 @@ class DeltaNet:
         for part in step.spans:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
-        gated = rms_norm(out, out.shape[-1:], weights.norm, self.eps) * silu(gate.float().view_as(out))
+        gated = rms_norm(out, weights.norm, self.eps) * silu(gate.float().view_as(out))
         return weights.out(gated.flatten(1).to(x.dtype))
 
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import rms_norm, softplus
+from torch.nn.functional import softplus
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepContext
-from edgemoe.model.dense_weights import LayerReader, Norm
+from edgemoe.model.dense_weights import LayerReader, Norm, rms_norm
 from edgemoe.model.rope import Angles, half_split, rotate
 
 
@@ -73,7 +73,7 @@ class DenseAttention:
         if heads.clip:
             v = v.clamp(-heads.clip, heads.clip)
         if heads.v_norm:
-            v = rms_norm(v.float(), v.shape[-1:], None, self.eps).to(x.dtype)
+            v = rms_norm(v.float(), None, self.eps).to(x.dtype)
         attended = step.attention(self.number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
         if heads.output_gate:
             attended = self._weigh(attended, gates.flatten(1) if self.gate is None else self.gate(x))

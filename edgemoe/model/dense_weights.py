@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.nn.functional import layer_norm, linear, rms_norm
+from torch.nn import functional
+from torch.nn.functional import layer_norm, linear
 
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import StoreError
@@ -19,6 +20,17 @@ from edgemoe.families.spec import LayerAttention, ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.kv import DTYPES, zeros
 from edgemoe.types.encoding import ENCODINGS, Encoding
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Returns float32 `x` [..., H] divided by its root mean square, times `weight` [H] if there is one.
+
+    On the CPU torch's own takes four times as long for the same bits: it squares by its general power.
+    """
+    if not x.is_cpu:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+    return scaled if weight is None else scaled.mul_(weight)
 
 
 class Norm:
@@ -31,7 +43,7 @@ class Norm:
         """Returns float32 `x` [..., H] normalised, in float32."""
         if self.centred:
             return layer_norm(x, x.shape[-1:], self.weight, None, self.eps)
-        return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 FEW_TOKENS = 16  # at most; with more, torch's products are faster, or tiles of decoded rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from edgemoe.kernels.cpu.expert_math import activated
-from edgemoe.model.dense_weights import LayerReader
+from edgemoe.model.dense_weights import LayerReader, rms_norm
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -58,7 +58,7 @@ class Gate:
 
     def _logits(self, hidden: torch.Tensor, multiply: Multiply = linear) -> torch.Tensor:
         if self.input_scale is not None:
-            hidden = rms_norm(hidden.float(), hidden.shape[-1:], self.input_scale, self._eps)
+            hidden = rms_norm(hidden.float(), self.input_scale, self._eps)
         return multiply(hidden.to(self.weight.dtype), self.weight).float()
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:

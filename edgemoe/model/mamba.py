@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from edgemoe.families.state_mechanisms import MambaHeads
 from edgemoe.model.attention import StepContext
 from edgemoe.model.convolution import convolve, read_taps
-from edgemoe.model.dense_weights import LayerReader
+from edgemoe.model.dense_weights import LayerReader, rms_norm
 
 CHUNK = 64  # tokens
 
@@ -73,7 +73,7 @@ class Mamba:
             states.matrices[part.write], out[tokens] = chunked(inputs.rows(tokens), states.matrices[part.read])
         out = out + self.skip[:, None] * values
         grouped = (out.flatten(1) * silu(gate)).view(len(x), heads.kv_count, -1)
-        normed = rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(1) * self.norm
+        normed = rms_norm(grouped, None, self.eps).flatten(1) * self.norm
         return self.out(normed.to(x.dtype), self.out_bias)
 
     def _inputs(self, values: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor) -> MambaInputs:
