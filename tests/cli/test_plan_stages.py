@@ -80,6 +80,7 @@ def test_a_box_that_cannot_be_read_is_refused_by_name(boxes: tuple[str, ...], wh
         named_boxes(boxes)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_line_that_settings_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     boxes = [part for box in ("a:24GB", "b:24GB", "c:24GB") for part in ("--box", box)]
     command = ["plan", str(CONFIGURATIONS[LARGE]), *boxes, "--disk", "3GB/s", "--set", f"model.store_dir={tmp_path}"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.gate import in_gate
 from support.kept import KERNELS
 from support.packed_experts import slab_of, work
 from support.published import CONFIGURATIONS
@@ -26,12 +27,13 @@ from edgemoe.kernels.cpu.linear import many_rows
 from edgemoe.kernels.cpu.prefill_attention import span_tokens
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.catalog import spec_at
-from edgemoe.types.encoding import BFLOAT16, ENCODINGS, FLOAT32, Encoding
+from edgemoe.types.encoding import BFLOAT16, ENCODINGS, FLOAT32, INT4, Q6_K, Encoding
 from edgemoe.types.experts import ExpertGeometry
 
 SLOW = 0.5  # of the others' speed
 THREADS = [2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24]
 PROMPT = 512  # tokens
+IN_GATE = (BFLOAT16, FLOAT32, INT4, Q6_K)
 
 
 def claimed_s(chunks: int, speeds: list[float]) -> float:
@@ -114,7 +116,7 @@ def pools(request: pytest.FixtureRequest) -> Iterator[list[Kernels]]:
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("encoding", in_gate(ENCODINGS.values(), IN_GATE), ids=ENCODINGS)
 def test_experts_have_the_same_bits_with_any_number_of_threads(
     pools: list[Kernels], encoding: Encoding, tokens: int
 ) -> None:
@@ -134,7 +136,7 @@ def test_experts_have_the_same_bits_with_any_number_of_threads(
 
 
 @pytest.mark.parametrize("rows", [1000])
-@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("encoding", in_gate(ENCODINGS.values(), IN_GATE), ids=ENCODINGS)
 def test_products_have_the_same_bits_with_any_number_of_threads(
     pools: list[Kernels], encoding: Encoding, rows: int
 ) -> None:
