@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from edgemoe.jit.intrinsics import PAIRS
+from edgemoe.kernels.cpu import amx
 from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
 
@@ -112,12 +113,12 @@ def test_a_token_gets_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) 
     torch.testing.assert_close(torch.cat(pieces), whole, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("pairs", sorted({False, PAIRS}))
+@pytest.mark.parametrize(("pairs", "tiles"), sorted({(False, False), (PAIRS, False), (PAIRS, amx.HERE)}))
 @pytest.mark.parametrize(("rows", "elements", "columns"), [(1, 2, 16), (13, 70, 32), (24, 64, 48), (77, 166, 48)])
 def test_a_tile_is_the_product_of_rows_and_columns(
-    kernels: Kernels, pairs: bool, rows: int, elements: int, columns: int
+    kernels: Kernels, pairs: bool, tiles: bool, rows: int, elements: int, columns: int
 ) -> None:
-    tile = make_tile(kernels.bf16, pairs)
+    tile = make_tile(kernels.bf16, pairs, tiles)
     torch.manual_seed(rows)
     dtype = torch.bfloat16 if kernels.bf16 else torch.float32
     a, x = torch.randn(rows, elements).to(dtype), torch.randn(columns, elements).to(dtype)
