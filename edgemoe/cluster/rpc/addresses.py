@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 
@@ -33,4 +34,6 @@ async def round_trip_s(address: str) -> float:
         return 0.0
     took_s = time.monotonic() - began_s
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
     return took_s
