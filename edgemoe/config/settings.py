@@ -90,7 +90,7 @@ class EngineSettings(SettingsSection, frozen=True, kw_only=True):
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
     share_prefixes: bool = False  # among keys and users, who can then tell whether others sent a prompt
-    prompt_activations: Literal["int8", "float"] = "int8"  # multiplied with encoded weights of bfloat16 models
+    prompt_activations: Literal["int8", "float"] = "int8"  # with encoded weights of bfloat16 models, by AVX-512 VNNI
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
     drafts: Literal["off", "lookup"] = "off"  # speculative decoding: tokens drafted from prompt and output
     cuda_graphs: bool = True  # decode steps as CUDA graphs where every expert is in VRAM or pinned RAM

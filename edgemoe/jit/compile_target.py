@@ -164,7 +164,7 @@ def check_processor() -> None:
         )
     if not TARGET.is_native:
         raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, whose code cannot run on {platform.machine()}")
-    if missing := sorted(TARGET.features - host().features):
+    if missing := sorted(TARGET.features - HOST.features):
         raise UnsupportedProcessor(f"{PROCESSOR} is {TARGET.name!r}, and this one lacks {_listed(missing)}")
 
 
@@ -172,7 +172,8 @@ def _listed(features: Iterable[str]) -> str:
     return ", ".join(each.upper() for each in features)
 
 
-TARGET = named(name) if (name := read_processor()) else kind_of(host())
+HOST = host()  # asks for tiles, also where a processor is named whose code uses them
+TARGET = named(name) if (name := read_processor()) else kind_of(HOST)
 
 
 if __name__ == "__main__":  # a separate process, for callers that must not load LLVM

@@ -24,6 +24,15 @@ ASK = (
     "code = TARGET.machine_code().emit_assembly(ours)\n"
     "print(LANES, PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
 )
+MULTIPLY = (
+    "import numpy as np\n"
+    "from edgemoe.kernels.cpu.gemm_tile import make_tile\n"
+    "ones, panel = np.full((16, 32), 0x3F80, np.uint16), np.full((16, 32), 0x3F803F80, np.uint32)\n"
+    "out = np.empty((16, 32), np.float32)\n"
+    "a, b, c = (each.ctypes.data for each in (ones, panel, out))\n"
+    "make_tile(True).call(a, 64, 16, a, b, 128, 16, c, 128, 32, 1)\n"
+    "print(out.sum() / 32)\n"
+)
 ASK_ARM = (
     "from edgemoe.jit.compile_target import TARGET\n"
     "from edgemoe.jit.object_cache import llvm_module\n"
@@ -54,6 +63,12 @@ def test_all_code_obeys_the_setting_and_numbas_own_too(processor: str, expected:
     assert _asked(ASK, processor) == expected
 
 
+@pytest.mark.skipif(not host().has(*AMX), reason="without AMX here")
+@pytest.mark.parametrize("processor", ["", "sapphirerapids+amx"])
+def test_a_process_may_use_the_tiles_that_its_code_uses(processor: str) -> None:
+    assert _asked(MULTIPLY, processor) == "512.0"
+
+
 def test_an_unknown_processor_is_refused_with_the_known_ones() -> None:
     said = _asked(ASK, "haswall")
     assert said.startswith("edgemoe.errors.UnsupportedProcessor: EDGEMOE_PROCESSOR is 'haswall'; known")
@@ -63,7 +78,7 @@ def test_an_unknown_processor_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("name", [*X86, *ARM])
 def test_a_processor_is_refused_for_its_missing_features_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "TARGET", named(name))
-    monkeypatch.setattr(target, "host", lambda: named(name))
+    monkeypatch.setattr(target, "HOST", named(name))
     monkeypatch.setattr(target.platform, "machine", lambda: named(name).machine)
     if name not in ("nehalem", "sandybridge"):
         target.check_processor()
@@ -73,7 +88,7 @@ def test_a_processor_is_refused_for_its_missing_features_only(name: str, monkeyp
 
 
 def test_code_for_a_greater_processor_than_the_one_at_hand_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "host", lambda: named("haswell"))
+    monkeypatch.setattr(target, "HOST", named("haswell"))
     monkeypatch.setattr(target, "TARGET", named("znver4"))
     with pytest.raises(UnsupportedProcessor, match="this one lacks AVX512BF16, AVX512BW, AVX512F"):
         target.check_processor()

@@ -20,6 +20,7 @@ class Relays:
         self._go_on = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._is_closed = False
 
     def limit(self, count: int) -> None:
         """Stops each connection after `count` more bytes in either direction."""
@@ -36,6 +37,9 @@ class Relays:
         """Relays connections from one port to the other."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._is_closed:  # the connection came before the server was closed
+                writer.transport.abort()
+                return
             accepting = asyncio.current_task()
             assert accepting is not None
             self._writers.add(writer)
@@ -67,6 +71,7 @@ class Relays:
 
     async def close(self) -> None:
         """Closes all connections and ends their tasks."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -19,8 +19,8 @@ from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_stages import shared_rows
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_order, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
-from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_fill_panel, make_tile, room_for_square
-from edgemoe.kernels.cpu.transpose import SIDE, add_words, transpose
+from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_fill_panel, make_tile
+from edgemoe.kernels.cpu.transpose import SIDE, add_words, room_for_square, transpose
 from edgemoe.kernels.cpu.vector import activate, shift
 from edgemoe.types.arrays import fields
 

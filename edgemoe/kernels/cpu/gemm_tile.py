@@ -35,7 +35,7 @@ from edgemoe.jit.intrinsics import (
 )
 from edgemoe.jit.object_cache import Code, code
 from edgemoe.kernels.cpu import amx
-from edgemoe.kernels.cpu.transpose import SIDE, make_gather
+from edgemoe.kernels.cpu.transpose import SIDE, make_gather, room_for_rows
 
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
 GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
@@ -267,26 +267,6 @@ def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Cal
     return column, lines
 
 
-@intrinsic
-def _sixteen(typing: Any) -> Any:
-    """Returns the address of 16 int64 on the stack."""
-
-    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, SIDE)), I64)
-
-    return types.int64(), emit
-
-
-@intrinsic
-def room_for_square(typing: Any) -> Any:
-    """Returns the address of 16 x 16 words on the stack."""
-
-    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.VectorType(F32, SIDE), size=SIDE), I64)
-
-    return types.int64(), emit
-
-
 @cache
 def make_fill_panel(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
     """Makes fill(panel, x, line, index, first, count, words), which puts tokens into a panel as its columns.
@@ -298,7 +278,7 @@ def make_fill_panel(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
 
     @jit
     def fill(panel: int, x: int, line: int, index: int, first: int, count: int, words: int) -> None:
-        sixteen = _sixteen()
+        sixteen = room_for_rows()
         rows, whole = i64_at(sixteen), words - words % SIDE
         for begin in range(0, count, SIDE):
             for j in range(SIDE):

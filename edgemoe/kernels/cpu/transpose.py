@@ -8,7 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgemoe.jit.intrinsics import F32, I64, intrinsic, types
+from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, types
 
 SIDE = 16  # rows and columns
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
@@ -62,6 +62,26 @@ class _Emitter:
         for number, line in enumerate(lines):
             place = self.b.add(to, self.b.mul(stride, ir.Constant(I64, number)))
             self.b.store(line, self.place(place, 0, _WHOLE), align=4)
+
+
+@intrinsic
+def room_for_rows(typing: Any) -> Any:
+    """Returns the address of 16 int64 on the stack, for addresses of rows."""
+
+    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, SIDE)), I64)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def room_for_square(typing: Any) -> Any:
+    """Returns the address of 16 x 16 words on the stack."""
+
+    def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.VectorType(F32, SIDE), size=SIDE), I64)
+
+    return types.int64(), emit
 
 
 @intrinsic

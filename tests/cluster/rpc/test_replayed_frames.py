@@ -44,8 +44,12 @@ class Relay:
         self.connections = self.ended = 0
         self._target = target
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closed:  # the connection came before the server was closed
+            writer.transport.abort()
+            return
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -85,6 +89,7 @@ class Relay:
         writer.close()  # as the server has
 
     async def close(self) -> None:
+        self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
