@@ -118,7 +118,7 @@ class Recording:
     def __init__(self, directory: Path) -> None:
         """Raises ValueError where the directory is not a data set, or its files are not whole."""
         try:
-            record = json.loads((directory / "meta.json").read_text())
+            record = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
             if record.pop("format") != FORMAT:
                 raise ValueError(f"{directory} is a data set of another format; record or convert it again")
             self.meta = Meta(**{**record, "experts": tuple(record["experts"])})

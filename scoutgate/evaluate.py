@@ -48,7 +48,7 @@ class Judged:
 def load_run(run: Path) -> ScoutGate:
     """Loads the best weights of a training folder. Raises ValueError if there are none."""
     try:
-        record = json.loads((run / "best.json").read_text())
+        record = json.loads((run / "best.json").read_text(encoding="utf-8"))
         gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))
         gate.load_state_dict(load_file(run / "best.safetensors"))
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:

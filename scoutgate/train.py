@@ -129,7 +129,7 @@ def _check_continues(out: Path, described: Mapping[str, object]) -> None:
     best = out / "best.json"
     if not best.exists():
         return
-    held = json.loads(best.read_text())
+    held = json.loads(best.read_text(encoding="utf-8"))
     for what in ("meta", "tokens"):
         if held.get(what) != json.loads(json.dumps(described[what])):
             raise ValueError(f"{out} holds a training from other data ({what} differ): delete it, or give another")

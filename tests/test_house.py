@@ -106,6 +106,21 @@ def test_nobody_reaches_into_another_object() -> None:
     assert not [place for file in files for place in reached_into(file)]
 
 
+def decoded_by_locale(file: Path) -> Iterator[str]:
+    """Yields calls that decode text as the locale says, which need not be UTF-8."""
+    for node in nodes_of(file):
+        if isinstance(node, ast.Call):
+            named = {keyword.arg for keyword in node.keywords}
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            runs = ast.unparse(node.func).startswith("subprocess.") and named & {"text", "universal_newlines"}
+            if "encoding" not in named and (runs or (called == "read_text" and not node.args)):
+                yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_text_is_read_as_utf_8_in_every_locale() -> None:
+    assert not [place for file in FILES for place in decoded_by_locale(file)]
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     places = defaultdict[str, list[str]](list)
     for file in FILES:

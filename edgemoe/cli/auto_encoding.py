@@ -76,7 +76,9 @@ def ask(model: Path, args: argparse.Namespace) -> str:
     command += ["--config", args.config] if args.config else []
     command += [word for given in args.set for word in ("--set", given)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=ASK_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise CapacityError(f"--experts auto: no answer within {ASK_S:g} s; name an encoding instead") from error
     if done.returncode:

@@ -143,4 +143,4 @@ def _stop(process: subprocess.Popen[bytes], drain_s: float) -> None:
 
 
 def _last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:])

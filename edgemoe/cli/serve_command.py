@@ -87,7 +87,9 @@ def check_processor() -> None:
     this one would keep."""
     command = [sys.executable, "-m", "edgemoe.jit.compile_target"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+        asked = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=ASK_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("whether the processor will do is not known", extra={"why": str(error)})
         return

@@ -294,7 +294,9 @@ def _run_all(commands: Sequence[Sequence[str]], options: InstallOptions, *, tole
 
 def _run(command: Sequence[str], *, tolerant: bool) -> None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+        result = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     else:
@@ -305,7 +307,9 @@ def _run(command: Sequence[str], *, tolerant: bool) -> None:
 
 def _output(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from edgemoe.config.paths import PATHS, cluster_folder, fill_paths, search_path
-from edgemoe.config.settings import SERVED_NAME, DeviceSettings, NamedModelSettings, Settings, faults
+from edgemoe.config.settings import FORMS, SERVED_NAME, DeviceSettings, NamedModelSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.config.this_box import fill_this_box
 from edgemoe.errors import ConfigError
@@ -224,8 +224,8 @@ def _convert(key: str, stated: SettingValue) -> Any:
     expected = _type_of(key)
     model = key.removeprefix("models.").rpartition(".")[0]
     if key.startswith("models.") and model and not re.fullmatch(SERVED_NAME, model):
-        named = "1 to 128 letters, digits, dots, dashes, underscores, colons and slashes, a letter or digit first"
-        raise ConfigError(f"{stated.origin}: {_shown(model)} is no name of a model in [models]: it has {named}")
+        form = FORMS[rf"^{SERVED_NAME}\Z"]
+        raise ConfigError(f"{stated.origin}: {_shown(model)} is no name of a model in [models]: it has to be {form}")
     if expected is None:
         raise ConfigError(f"{stated.origin}: unknown setting {_shown(key)}{nearest(key)}")
     value = stated.value
@@ -242,9 +242,13 @@ def _convert(key: str, stated: SettingValue) -> Any:
         hint = f"; one of {', '.join(choices)}" if choices else ""
         if isinstance(value, str) and (now := RENAMED.get(key, {}).get(value)):
             hint += f"; what was {value!r} is {now!r}"
-        raise ConfigError(
-            f"{stated.origin}: {key} = {_shown(stated.value)}: {str(error)[-SHOWN_CHARS:]}{hint}"
-        ) from None
+        raise ConfigError(f"{stated.origin}: {key} = {_shown(stated.value)}: {_reason(error)}{hint}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Returns the reason why a value is refused; words in place of a regular expression."""
+    form = next((words for pattern, words in FORMS.items() if repr(pattern) in str(error)), "")
+    return f"it has to be {form}" if form else str(error)[-SHOWN_CHARS:]
 
 
 def _shown(value: Any) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from edgemoe.config.settings import Settings
+from edgemoe.config.settings import FORMS, TEXT, Settings
+from edgemoe.errors import ConfigError
 
 FILE_NAME = "edgemoe.toml"
 PATHS = frozenset(
@@ -88,6 +90,10 @@ def _cache(env: Mapping[str, str]) -> Path:
 
 
 def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str, keys: str) -> Settings:
+    """Returns the settings with these paths. Raises ConfigError for one that cannot be written as text."""
+    for key, path in {"api.socket": socket, "model.store_dir": stores, "api.api_key_file": keys}.items():
+        if not re.match(TEXT, path):
+            raise ConfigError(f"{key} is by default {path!a}, and has to be {FORMS[TEXT]}: set another")
     replace = msgspec.structs.replace
     return replace(
         settings,

@@ -25,10 +25,17 @@ Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Text = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z")]  # a path, an address, a name
-NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?\Z")]
-SERVED_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+TEXT, NODE_NAME = r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z", r"^([a-z0-9][a-z0-9-]{0,62})?\Z"
+SERVED_NAME, DEVICE = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", r"^(auto|cpu|emulated|cuda:[0-9]{1,3})\Z"
+Text = Annotated[str, Meta(max_length=4096, pattern=TEXT)]  # a path, an address, a name
+NodeName = Annotated[str, Meta(pattern=NODE_NAME)]
 ServedName = Annotated[str, Meta(pattern=rf"^{SERVED_NAME}\Z")]
+FORMS = {  # of texts, in words
+    TEXT: "text in UTF-8 without control characters",
+    NODE_NAME: "1 to 63 small letters, digits and dashes, no dash first",
+    rf"^{SERVED_NAME}\Z": "1 to 128 letters, digits, dots, dashes, underscores, colons and slashes, no mark first",
+    DEVICE: "auto, cpu, emulated or cuda:N",
+}
 
 
 LOOPBACK = "127.0.0.1"
@@ -69,9 +76,7 @@ class MemorySettings(SettingsSection, frozen=True, kw_only=True):
 
 
 class DeviceSettings(SettingsSection, frozen=True, kw_only=True):
-    kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:[0-9]{1,3})\Z")] = (
-        "auto"  # auto | cuda:N | cpu | emulated
-    )
+    kind: Annotated[str, Meta(pattern=DEVICE)] = "auto"  # auto | cuda:N | cpu | emulated
     expert_bytes: Bytes = 0  # slab for experts; 0: free memory minus headroom (cuda); required for emulated
     limit_bytes: Bytes = 0  # cuda only: of VRAM for all of the model; 0: free memory minus headroom
     link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link

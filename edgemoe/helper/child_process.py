@@ -274,7 +274,7 @@ def serve(
 
 def address_bytes() -> int:
     """Returns the size of this process's address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * PAGE_BYTES
 
 
 def bound_addresses(most_bytes: int) -> None:

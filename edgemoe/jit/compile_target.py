@@ -7,6 +7,7 @@ obeys `TARGET`, and every constant that depends on the processor is derived from
 from __future__ import annotations
 
 import ctypes
+import difflib
 import platform
 import sys
 from collections.abc import Iterable
@@ -71,6 +72,7 @@ X86 = {
 }
 NEON, DOTPROD = frozenset({"neon"}), frozenset({"dotprod"})  # our code asks for either
 ARM = {"generic": NEON, **dict.fromkeys(("cortex-a76", "cortex-a78ae", "neoverse-n1", "neoverse-v2"), DOTPROD)}
+LONGEST_NAME = 40  # of a processor, in an error
 AT_HWCAP, HWCAP_ASIMDDP = 16, 1 << 20  # of Linux
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 MACHINE_INTRINSICS = ("llvm.x86.", "llvm.aarch64.")
@@ -137,7 +139,10 @@ def named(name: str) -> CompileTarget:
         return CompileTarget(name.removesuffix(WITH_AMX), X86[name], flags, "x86_64")
     if name in ARM:
         return CompileTarget(name, ARM[name], "", "aarch64")
-    raise UnsupportedProcessor(f"{PROCESSOR} is {name!r}; known processors are {', '.join((*X86, *ARM))}")
+    known = (*X86, *ARM)
+    close = difflib.get_close_matches(name.lower()[:LONGEST_NAME], known, n=1, cutoff=0.5)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    raise UnsupportedProcessor(f"{PROCESSOR} is {name[:LONGEST_NAME]!r}{meant}; known are {', '.join(known)}")
 
 
 def kind_of(target: CompileTarget) -> CompileTarget:

@@ -110,7 +110,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

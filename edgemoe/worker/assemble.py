@@ -375,7 +375,7 @@ def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
         return None
     ends = list(TextModel(directory).eos) or None
     try:
-        return GrammarCompiler(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))
+        return GrammarCompiler(LLTokenizer(tokenizer.read_text(encoding="utf-8"), n_vocab=spec.vocab, eos_token=ends))
     except ValueError as error:  # such as more tokens than the model has
         raise CheckpointError(f"{tokenizer} does not fit the model: {error}; pull or pack the model again") from error
 

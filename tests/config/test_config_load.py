@@ -378,3 +378,25 @@ def test_wrong_named_models_are_refused(tmp_path: Path, text: str, words: str) -
 )
 def test_stages_that_cannot_work_are_refused(tmp_path: Path, lines: str, words: str) -> None:
     assert words in refusal(tmp_path, f"{BOX}{lines}\n")
+
+
+@pytest.mark.parametrize(
+    ("stated", "form"),
+    [
+        ('device.0.kind="gpu"', "auto, cpu, emulated or cuda:N"),
+        ('cluster.node="A_B"', "1 to 63 small letters, digits and dashes"),
+        ('models.-x.path="p"', "1 to 128 letters"),
+        ("model.path=a\tb", "text in UTF-8 without control characters"),
+        ("model.path=b\udce4d", "text in UTF-8 without control characters"),
+    ],
+)
+def test_the_form_of_a_text_is_told_in_words(tmp_path: Path, stated: str, form: str) -> None:
+    said = refusal(tmp_path, "", stated)
+    assert form in said
+    assert "regex" not in said
+
+
+@pytest.mark.parametrize(("name", "key"), [("HOME", "model.store_dir"), ("XDG_RUNTIME_DIR", "api.socket")])
+def test_a_default_path_that_is_no_text_is_refused_with_its_setting(tmp_path: Path, name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} is by default '/home/b.udce4d/"):
+        load(settings_file(tmp_path, ""), env=ENV | {name: "/home/b\udce4d"})

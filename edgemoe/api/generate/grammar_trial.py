@@ -185,7 +185,9 @@ def main() -> None:
     directory, trial_s, eos = Path(sys.argv[1]), float(sys.argv[2]), [int(one) for one in sys.argv[3:]]
     bound_addresses(LOAD_BYTES)
     signal.setitimer(signal.ITIMER_PROF, LOAD_S)
-    trials = GrammarTrials(LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=eos or None))
+    trials = GrammarTrials(
+        LLTokenizer((directory / "tokenizer.json").read_text(encoding="utf-8"), eos_token=eos or None)
+    )
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     refuse_pickle()
     serve(sys.stdin.buffer, sys.stdout.buffer, GrammarQuestion, trials.check, trial_s, memory=MEMORY)

@@ -21,7 +21,12 @@ def etcd_programs(settings: ClusterSettings) -> Iterator[CheckResult]:
         return
     try:
         said = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=REACH_S, check=False
+            [program, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=REACH_S,
+            check=False,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         yield CheckResult("etcd", "failure", f"{program} cannot be run: {error}")

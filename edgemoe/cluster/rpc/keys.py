@@ -141,7 +141,7 @@ def load_secret(path: Path) -> Secret:
 def load_peers(path: Path) -> dict[str, Peer]:
     """Returns the peers listed in a TOML file by node name. Raises ConfigError."""
     try:
-        entries = msgspec.convert(tomllib.loads(path.read_text()).get("peer", []), list[_Entry])
+        entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")).get("peer", []), list[_Entry])
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: the list of peers cannot be read: {error}") from error
     peers = [Peer(**msgspec.structs.asdict(entry)) for entry in entries]

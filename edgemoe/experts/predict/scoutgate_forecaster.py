@@ -72,7 +72,7 @@ def write_scores(file: Path, export: str, scores: Sequence[ForecastScore]) -> No
 def read_scores(file: Path, export: str, horizons: int) -> list[ForecastScore]:
     """Returns the saved scores of this export, by horizon; fresh scores if the file is missing or of another export."""
     try:
-        kept = json.loads(file.read_text())
+        kept = json.loads(file.read_text(encoding="utf-8"))
         scores = [ForecastScore(**{name: float(value) for name, value in each.items()}) for each in kept["scores"]]
         usable = all(math.isfinite(value) and value >= 0 for each in scores for value in asdict(each).values())
         if usable and kept["export"] == export and len(scores) == horizons and all(each.weight for each in scores):

@@ -229,7 +229,7 @@ def promised_loss(record: dict[str, Any]) -> float:
 def read_tensors(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
     """Returns the record and the safetensors bytes of an export. Raises ValueError if it is incomplete."""
     try:
-        told = json.loads(record.read_text())
+        told = json.loads(record.read_text(encoding="utf-8"))
         if weights.stat().st_size > MAX_WEIGHTS_BYTES:
             raise ValueError(f"{weights} is too large for a {what}")
         data = weights.read_bytes()

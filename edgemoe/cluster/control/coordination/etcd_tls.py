@@ -30,7 +30,9 @@ def make_certificate(folder: Path, node: str, host: str) -> str:
         *("-addext", f"subjectAltName={name}", "-addext", "basicConstraints=critical,CA:FALSE"),
     ]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=OPENSSL_S, check=False)
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=OPENSSL_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CoordUnavailable(f"no vote: install openssl, which makes this box's certificate: {error}") from error
     found: dict[str, str] = {kind: text for text, kind in PEM.findall(done.stdout)}

@@ -98,6 +98,6 @@ def _password(settings: ClusterSettings) -> str:
     if not settings.etcd_password_file:
         return ""
     try:
-        return Path(settings.etcd_password_file).read_text().strip()
+        return Path(settings.etcd_password_file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster.etcd_password_file cannot be read: {error}") from error
