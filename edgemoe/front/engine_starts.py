@@ -32,7 +32,10 @@ JOURNAL_PREFIX = re.compile(r"^<[0-7]>")
 FAULT = "Fatal Python error: "  # first line of a faulthandler dump
 
 REPORT = "this is a fault of edgemoe: report it with the engine's lines in the log and `edgemoe doctor --json`"
+INSTALL_AGAIN = "a library is missing or does not fit: install edgemoe again, in the environment of the daemon"
 REMEDIES = {
+    "ImportError": INSTALL_AGAIN,
+    "ModuleNotFoundError": INSTALL_AGAIN,
     "SIGKILL": "the kernel ends what takes too much memory (`journalctl --dmesg` says so): set lower budgets "
     "(memory.ram_bytes, memory.kv_bytes), or raise the control group's limit (MemoryMax)",
     "SIGILL": "code was compiled for another processor: remove the folder of compiled kernels beside the stores",
@@ -40,6 +43,11 @@ REMEDIES = {
     "hang": "a disk or a driver may not answer: the kernel's log (`journalctl --dmesg`) tells; a slow disk needs a "
     "smaller model or a faster place (model.store_dir)",
     "spawn": "free memory or processes (`ulimit -u`), or install edgemoe again",
+}
+SIGNS = {  # in the last line, with the exception or kind whose remedy helps
+    "cannot open shared object|undefined symbol": "ImportError",
+    "(?i)ca(nno|n')t allocate memory|bad_alloc|failed to map segment": "MemoryError",
+    "can't start new thread|Resource temporarily unavailable": "spawn",
 }
 AGAIN = "`edgemoe reload`, a changed setting of the engine, or a restart of the daemon has it tried again"
 
@@ -119,6 +127,9 @@ class ProcessDeath:
     def remedy(self) -> str:
         """Returns the remedy for this kind of death, or for the exception in the last line."""
         exception = self.lines[-1].partition(":")[0] if self.lines else ""
+        for words, like in SIGNS.items():
+            if self.lines and re.search(words, self.lines[-1]):
+                exception = like
         return "" if self.fatal else REMEDIES.get(self.kind) or REMEDIES.get(exception, REPORT)
 
 

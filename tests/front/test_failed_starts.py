@@ -59,6 +59,10 @@ ENDS = {
     "oom": ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "memory.ram_bytes"),
     "illegal": ("os.kill(os.getpid(), signal.SIGILL)", "SIGILL", "another processor"),
     "raises": ("raise TypeError('eos_token: not an integer')", "exit status 1", "eos_token: not an integer"),
+    "no library": ("import nothing_of_that_name", "exit status 1", "install edgemoe again"),
+    "broken library": ("import ctypes; ctypes.CDLL('libnothing.so')", "exit status 1", "install edgemoe again"),
+    "no thread": ('raise RuntimeError("can\'t start new thread")', "exit status 1", "ulimit -u"),
+    "no allocation": ("raise OSError(12, 'Cannot allocate memory')", "exit status 1", "memory.ram_bytes"),
     "no memory": ("bytes(1) + bytearray(1 << 60)", "exit status 1", "memory.ram_bytes"),
     "exits": ("sys.exit(3)", "exit status 3", ""),
 }
