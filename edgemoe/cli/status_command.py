@@ -159,6 +159,7 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         f"{select(after, names.SERVED_SHED):,.0f} sent away since the start",
         "Computed here": f"{select(after, names.LOCAL_RATIO):.1%} of this box's own experts, since the start",
         "Help of others": help_of_others(after),
+        "Memory": lending(after),
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
         f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in, "
         f"{select(after, names.HANDED_OVER):,.0f} handed over after prefill",
@@ -178,6 +179,13 @@ def help_of_others(after: Mapping[str, float]) -> str:
         return "none needed yet" if not alone else "none asked: this box alone was faster"
     gain = select(after, names.REMOTE_GAIN, tokens="few")
     return f"in {helped / (alone + helped):.0%} of the layers that lacked experts, {gain:.1f} times as fast as alone"
+
+
+def lending(after: Mapping[str, float]) -> str:
+    """Returns whose requests the memory follows, and the time of recent steps beside that of this box alone."""
+    whose = "the plan" if select(after, names.MEMORY_LENT) else "this box's own requests, which were faster so"
+    ratio = select(after, names.MEMORY_RATIO)
+    return f"follows {whose}; steps take {ratio:.2f} times as long as expected alone"
 
 
 def offers(after: Mapping[str, float]) -> str:

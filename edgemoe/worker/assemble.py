@@ -325,7 +325,7 @@ def _observers(
     if activity is not None:
         observers.append(activity.add)
     if sharing is not None:
-        observers.append(sharing.last_chunks.on_step_ended)
+        observers += [sharing.last_chunks.on_step_ended, sharing.lending.on_step_ended]
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
     return StepObservers(_to_all(observers), _to_all([each.on_step_begun for each in expecting if each is not None]))
 

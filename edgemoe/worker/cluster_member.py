@@ -115,6 +115,7 @@ class ClusterMember:
         self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.demand.signature_of)
         tiers.join(self.plane.calls)
+        sharing.lending.join(tiers)
         self._stages: StageParts | None = None
 
     def join_stages(self, stages: StageParts) -> None:
@@ -186,6 +187,8 @@ class ClusterMember:
             names.ANSWER_CHECK_SECONDS: self.checker.seconds,
             names.OWN_ANSWERS_WRONG: self.checker.own_errors,
             names.HOME_EXPERTS: self._homes,
+            names.MEMORY_LENT: float(self._sharing.lending.choice.lends),
+            names.MEMORY_RATIO: self._sharing.lending.choice.ratio,
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         values |= self._fetches.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
@@ -280,7 +283,8 @@ class ClusterMember:
             await self._sharing.growth.poll(self._tiers.on_disk)
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
-            rooms = self._tiers.residency.homes.capacities
+            self._sharing.lending.settled = not self._tiers.residency.homes.missing()
+            rooms = self._sharing.lending.rooms(self._tiers.residency.homes.capacities)
             holds = HeldExperts(
                 disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=sum(rooms), plan=self._digest, rooms=rooms
             )
@@ -298,7 +302,8 @@ class ClusterMember:
                         unit_s=peer.computing.at(time.monotonic()) if peer.calls else 0.0,
                     )
                     self._post(seen)
-            if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.homes.missing():
+            over = time.monotonic() - self._adopted_s > FORMER_S or self._sharing.lending.keeps_memory
+            if over and self._sharing.lending.settled:
                 self._tiers.residency.homes.forget_former()
                 self._adopted_s = float("inf")
             await asyncio.sleep(until_tick(REPORT_S))

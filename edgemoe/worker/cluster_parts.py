@@ -17,6 +17,7 @@ from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.model_info import ServedModel
+from edgemoe.worker.memory_lending import MemoryLending
 from edgemoe.worker.prefill_decode_transfer import LastChunkNotifier
 
 
@@ -30,6 +31,7 @@ class ClusterParts(NamedTuple):
     last_chunks: LastChunkNotifier
     pieces: StorePieces
     growth: StoreWatcher
+    lending: MemoryLending
 
 
 def cluster_parts_of(
@@ -46,6 +48,7 @@ def cluster_parts_of(
         LastChunkNotifier(),
         pieces,
         StoreWatcher(directory, store, shelf, pieces),
+        MemoryLending(),
     )
 
 

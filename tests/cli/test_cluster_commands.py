@@ -13,7 +13,7 @@ from rich.console import Console
 
 import edgemoe.cli
 from edgemoe.cli.cluster_command import picture
-from edgemoe.cli.status_command import boxes, help_of_others
+from edgemoe.cli.status_command import boxes, help_of_others, lending
 from edgemoe.cluster.control.admission import read_seeds
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.cluster.rpc.roster import KeptRoster
@@ -190,3 +190,9 @@ def test_status_tells_how_often_others_helped_and_the_gain(alone: int, helped: i
         named(names.REMOTE_PLANS, tokens="many", plan="helped"): 100.0,
     }
     assert help_of_others(plans | {named(names.REMOTE_GAIN, tokens="few"): 1.58}) == said
+
+
+@pytest.mark.parametrize(("lent", "whose"), [(1.0, "the plan"), (0.0, "this box's own requests, which were faster so")])
+def test_status_tells_whose_requests_the_memory_follows(lent: float, whose: str) -> None:
+    said = lending({names.MEMORY_LENT: lent, names.MEMORY_RATIO: 0.876})
+    assert said == f"follows {whose}; steps take 0.88 times as long as expected alone"

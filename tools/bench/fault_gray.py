@@ -16,6 +16,7 @@ from tools.testbed.daemons import Daemon
 
 LONGEST_S = 60.0  # of a fault
 SLOW_DISK_BYTES_PER_S = 1_000_000
+SPARE_BYTES = 4 << 20  # of memory that a swapping box has for pages of files
 Phase = tuple[Callable[[], None], float]  # an act, and the seconds before the next one
 
 
@@ -47,10 +48,20 @@ def link_flaps(trial: Trial) -> Record:
 def slow_disk(trial: Trial) -> Record:
     """Lets a box read 1 MB a second from its disk, as one that fails does."""
     hit = trial.cluster[trial.rng.choice(NODES)]
-    try:
-        return _gray(trial, hit, [(lambda: hit.box.group.limit_disk(SLOW_DISK_BYTES_PER_S, hit.folder), LONGEST_S)])
-    finally:
-        hit.box.group.limit_disk(0, hit.folder)
+    group = hit.box.group
+    phases = [(lambda: group.limit_disk(SLOW_DISK_BYTES_PER_S, hit.folder), LONGEST_S)]
+    return _gray(trial, hit, phases, lambda: group.limit_disk(0, hit.folder))
+
+
+def swapping(trial: Trial) -> Record:
+    """Leaves a box no memory for pages of files, its programs among them, as in a box that swaps.
+
+    Its kernel may kill the engine, which the box starts again.
+    """
+    hit = trial.cluster[trial.rng.choice(NODES)]
+    group = hit.box.group
+    phases = [(lambda: group.squeeze_memory(SPARE_BYTES), LONGEST_S)]
+    return _gray(trial, hit, phases, lambda: group.squeeze_memory(-1))
 
 
 def _engine(daemon: Daemon) -> int:
@@ -65,7 +76,7 @@ def _duty(hit: Daemon, pids: Sequence[int], share: float, period_s: float) -> li
     ]
 
 
-def _gray(trial: Trial, hit: Daemon, phases: Sequence[Phase]) -> Record:
+def _gray(trial: Trial, hit: Daemon, phases: Sequence[Phase], mend: Callable[[], None] = lambda: None) -> Record:
     """Repeats the phases until all requests have ended, and mends the box."""
     over = threading.Event()
 
@@ -81,6 +92,7 @@ def _gray(trial: Trial, hit: Daemon, phases: Sequence[Phase]) -> Record:
     finally:
         over.set()
         thread.join()
+        mend()
         hit.box.resume()
         trial.cluster.bed.mend()
     trial.cluster.wait_settled()

@@ -220,6 +220,7 @@ ROWS = {
     "throttled": Kind(fault_gray.throttled),
     "link-flaps": Kind(fault_gray.link_flaps),
     "slow-disk": Kind(fault_gray.slow_disk),
+    "swapping": Kind(fault_gray.swapping),
     "prefill-kill": _apart(fault_apart.prefill_kill),
     "decode-kill": _apart(fault_apart.decode_kill),
     "kv-corrupt": _apart(fault_apart.kv_corrupt, spoils_kv=True),

@@ -41,12 +41,20 @@ def help_of(daemon: Daemon) -> tuple[float, float]:
     return alone, helped
 
 
-def measure(alone: Daemon, helped: Daemon, warm: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Returns the figures of some rounds, after `warm` ones that count for nothing."""
+def decision(daemon: Daemon) -> dict[str, float]:
+    """Returns whether the box lends its memory, and the time of its steps over that expected of it alone."""
+    values = daemon.metrics()
+    ratio, homes = round(values[names.MEMORY_RATIO], 3), values[names.HOME_EXPERTS]
+    return {"lent": values[names.MEMORY_LENT], "expected": ratio, "homes": homes}
+
+
+def measure(alone: Daemon, helped: Daemon, warm_s: float, rounds: int, tokens: int) -> dict[str, Any]:
+    """Returns the figures of some rounds, after others that count for nothing."""
     pairs: list[tuple[float, float]] = []
-    wrong, before = 0, (0.0, 0.0)
-    for turn in range(warm + rounds):
-        if turn == warm:
+    wrong, before, turn, ends_s = 0, None, 0, time.monotonic() + warm_s
+    while len(pairs) < rounds:
+        turn += 1
+        if before is None and time.monotonic() >= ends_s:
             before = help_of(helped)
         prompt = f"{BEGINNINGS[turn % len(BEGINNINGS)]} is {turn} times"
         found = {}
@@ -54,7 +62,9 @@ def measure(alone: Daemon, helped: Daemon, warm: int, rounds: int, tokens: int) 
             found[daemon.box.name] = asked(daemon, prompt, tokens)
         (own_ms, text), (with_ms, other) = found[alone.box.name], found[helped.box.name]
         wrong += text != other
-        pairs += [(own_ms, with_ms)] if turn >= warm else []
+        pairs += [] if before is None else [(own_ms, with_ms)]
+        print(f"{turn}: {own_ms:.1f} {with_ms:.1f} ms {decision(helped)}", file=sys.stderr)
+    assert before is not None
     after = help_of(helped)
     own, helped_steps = (now - then for now, then in zip(after, before, strict=True))
     return {
@@ -65,6 +75,7 @@ def measure(alone: Daemon, helped: Daemon, warm: int, rounds: int, tokens: int) 
         "helped_share": round(helped_steps / max(1.0, own + helped_steps), 3),
         "layer_steps": own + helped_steps,
         "wrong": wrong,
+        **decision(helped),
     }
 
 
@@ -74,7 +85,7 @@ def main() -> int:
     parser.add_argument("--disk-mb", type=float, default=0.0, help="megabytes a second of each box; 0: no limit")
     parser.add_argument("--width", type=int, default=1024, help="of the experts; 1024 makes them 2.4 MB")
     parser.add_argument("--share", type=float, default=1 / 3, help="of the experts that each box has memory for")
-    parser.add_argument("--warm", type=int, default=4, help="rounds before the measured ones")
+    parser.add_argument("--warm-s", type=float, default=20.0, help="seconds of rounds before the measured ones")
     parser.add_argument("--migrate-s", type=float, default=300.0, help="between searches for a better plan")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24)
@@ -100,7 +111,7 @@ def main() -> int:
                 daemon.wait_ready(180)
             cluster.wait_settled(180)
             time.sleep(2)
-            found = measure(alone, next(iter(cluster)), args.warm, args.rounds, args.tokens)
+            found = measure(alone, next(iter(cluster)), args.warm_s, args.rounds, args.tokens)
         finally:
             for daemon in daemons:
                 daemon.close()

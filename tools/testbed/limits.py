@@ -57,6 +57,18 @@ class Group:
         """Limits reads of the disk under `path`; 0 lifts the limit. Raises OSError."""
         (ROOT / "blkio" / self.name / "blkio.throttle.read_bps_device").write_text(f"{disk_of(path)} {bytes_per_s}")
 
+    def squeeze_memory(self, spare_bytes: int) -> None:
+        """Limits memory to that in use without files, and `spare_bytes`; -1 lifts the limit. Raises OSError.
+
+        Pages of files, programs among them, then go and come from the disk all the time, as in a box that swaps.
+        """
+        folder = ROOT / "memory" / self.name
+        most = -1
+        if spare_bytes >= 0:
+            stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+            most = int(stat["total_rss"]) + int(stat["total_shmem"]) + spare_bytes
+        (folder / "memory.limit_in_bytes").write_text(str(most))
+
     def enter(self, command: list[str]) -> list[str]:
         """Wraps `command` so that it runs in the groups from its first instruction on."""
         enters = " && ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self._folders())

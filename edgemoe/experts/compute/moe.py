@@ -101,6 +101,8 @@ class TieredExperts:
         if self.spread is not None:
             self.spread.on_step_ended()
         step, self._step = self._step, None
+        if self.remote is not None and (computed := self.remote.pop_computed()):
+            self._fetch_used(computed, step)
         assert step is not None, "end_step without begin_step"
         return step.routing()
 
@@ -221,6 +223,19 @@ class TieredExperts:
             move = Move(expert, Tier.RAM, Tier.VRAM, float(ranks[key]) - policy.margin)
             if (load := self.residency.reserve(move, PrefetchPriority.USED)) is not None:
                 yield load
+
+    def _fetch_used(self, experts: Sequence[ExpertId], step: RoutingCollector | None) -> None:
+        """Requests experts that peers have computed, where they outrank others here: the next steps may need them too.
+
+        A step that did not only decode changes nothing, and neither does room for less than a token's experts.
+        """
+        residency = self.residency
+        few = residency.homes.passing < self.geometry.layers * self.geometry.top_k
+        if few or not self._fetching.prefetch or step is None or step.decode is not None:
+            return
+        ranks, margin = residency.policy.rank(self.geometry.layers - 1), residency.policy.margin
+        moves = [Move(expert, Tier.NVME, residency.fastest, float(ranks[expert]) - margin) for expert in experts]
+        self.loader.prefetch(sorted(moves, key=lambda move: -move.score), PrefetchPriority.USED)
 
     def _all_there(self, layer: int, group: TokenGroups, prefill_only: BoolArray | None) -> bool:
         """Starts the layer-step. Computes it and returns True where one device holds all its experts."""

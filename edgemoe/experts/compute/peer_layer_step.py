@@ -25,7 +25,7 @@ from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import WayAssignment, WayCosts, candidates, resolve
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import ExpertGeometry, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, PeerCosts, RemoteCall, row_floats
 from edgemoe.types.token_groups import TokenGroups
 
@@ -36,6 +36,7 @@ EXPERT_CALL_S = 0.01  # that a part takes on the link, there and back,
 EXPERT_CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time
 FEW_TOKENS = 16  # of a layer-step; larger layer-steps are compared among themselves
+MOST_COMPUTED = 1 << 10  # experts of a step that are remembered as computed by peers
 AGAIN_S = 0.2  # between searches for another way where there was none
 LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
@@ -76,6 +77,8 @@ class PeerExperts:
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
         self.stall_s = 0.0  # waiting for answers
+        self.taken_s = self.units = 0.0  # of all layer-steps here: their time, and their work wherever it is done
+        self._computed: list[ExpertId] = []  # by peers, since `pop_computed`
         self.choices = {"few": HelpChoice(), "many": HelpChoice()}  # by the tokens of layer-steps
 
     def choice(self, tokens: int) -> HelpChoice:
@@ -91,6 +94,17 @@ class PeerExperts:
         """
         end_s = time.monotonic() + LAYER_STEP_TIMEOUT_CALLS * self.peers.timeout_s
         return PeerLayerStep(self, layer, hidden, prefill_only, local, end_s).run(group)
+
+    def note_computed(self, layer: int, experts: IntArray) -> None:
+        """Counts experts that a peer computed."""
+        self.experts += len(experts)
+        if len(self._computed) < MOST_COMPUTED:
+            self._computed += [ExpertId(layer, expert) for expert in experts[self.on_disk[layer, experts]].tolist()]
+
+    def pop_computed(self) -> list[ExpertId]:
+        """Returns experts of this box's disk that peers have computed since the last call."""
+        computed, self._computed = self._computed, []
+        return computed
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
         """Returns a mask of experts [n] not to prefetch: not on our disk, or in a peer's memory."""
@@ -126,8 +140,10 @@ class PeerLayerStep:
         self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
             self._wait()
+        taken_s = time.monotonic() - began_s
+        self.remote.taken_s += taken_s
+        self.remote.units += float(work_units(group.offsets).sum())
         if (plan := self.plan) is not None:
-            taken_s = time.monotonic() - began_s
             self.remote.choice(len(self.hidden)).observe(plan.kind, plan.alone_s, plan.predicted_s, taken_s)
         return None if self.out is None else torch.from_numpy(self.out).to(self.hidden.device)
 
@@ -262,7 +278,7 @@ class PeerLayerStep:
             return
         if call.result is not None and self._add(job.rows, call.result):
             job.done = True
-            self.remote.experts += len(job.group.experts)
+            self.remote.note_computed(self.layer, job.group.experts)
             return
         self.reasons[call.node] = str(call.error or f"{call.node} answered with sums that are not finite")
         job.tried[call.node] = again_s = time.monotonic() + AGAIN_S

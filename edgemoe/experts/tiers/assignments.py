@@ -238,6 +238,11 @@ class HomeExperts:
         layout = self._ram.layout
         return layout.divided()[size_class] * layout.per_extent[size_class]
 
+    @property
+    def passing(self) -> int:
+        """The number of slots that are left to other experts than home experts."""
+        return self._ram.slots - int(np.count_nonzero(self._kept == HOME))
+
     def needed_slots(self, size_class: int) -> int:
         """Counts the slots of a class that its home experts need, including the slots left to other experts."""
         count = int(np.count_nonzero(self._kept[self._ram.layer_class == size_class] == HOME))

@@ -29,6 +29,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, ExpertReader, Move, Tier
 
 READERS, IDLE_READERS = 8, 2  # readers, and how many of them may serve prefetch requests
+HELD_HERE_TOO = (PrefetchPriority.HOME, PrefetchPriority.USED, PrefetchPriority.FILL)  # whether or not peers have them
 FILL_READERS = 4  # readers that may fill free slots while no layer runs: two read 1.0 of a disk's 1.5 GB/s
 
 
@@ -192,7 +193,7 @@ class ExpertLoader:
 
     def _stage(self, move: Move, priority: PrefetchPriority) -> SlotTransfer | None:
         """Reserves the read that a prefetch request starts with. Returns None if it needs none or there is no room."""
-        away = self.elsewhere if priority not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
+        away = self.elsewhere if priority not in HELD_HERE_TOO else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
         load = self.residency.reserve(move._replace(target=Tier.RAM), priority)
