@@ -12,10 +12,14 @@ import torch
 from torch.nn.functional import linear, silu, softplus
 
 from edgemoe.families.state_mechanisms import DeltaHeads
+from edgemoe.kernels.cpu.prefill_states import make_delta_span
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.state_scan import TOGETHER
 from edgemoe.model.attention import StepContext
 from edgemoe.model.convolution import convolve, read_taps
 from edgemoe.model.dense_weights import DenseMatrix, LayerReader, rms_norm
 from edgemoe.model.kv import LayerStates, StepStates
+from edgemoe.model.state_spans import StateSpans
 
 CHUNK = 64  # tokens
 NORM_EPS = 1e-6  # of queries and keys, independent of the model's own
@@ -76,17 +80,44 @@ class DeltaNet:
             norm=reader.read("linear_attn.norm.weight"),
             out=reader.matrix("linear_attn.out_proj.weight"),
         )
+        self._spans: StateSpans | None = None
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
         layer = step.kv.states.layer(self.number)
-        return self._advance(x, step.states, layer)
+        return self._advance(x, step, layer)
 
-    def _advance(self, x: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+    def _advance(self, x: torch.Tensor, step: StepContext, layer: LayerStates) -> torch.Tensor:
+        weights = self.weights
+        projected, own = weights.project(x), linear(x, weights.own)
+        if step.kernels is not None and not self.heads.dim % TOGETHER:
+            if self._spans is None:
+                self._spans = self._by_kernels(step.kernels)
+            return weights.out(self._spans.run(projected, own.float(), step.states, layer))
+        return weights.out(self._by_torch(projected, own, step.states, layer).to(x.dtype))
+
+    def _by_kernels(self, kernels: Kernels) -> StateSpans:
         heads, weights = self.heads, self.weights
-        mixed, gate = torch.split(weights.project(x), [heads.channels, heads.values], dim=1)
-        beta, decay = linear(x, weights.own).chunk(2, dim=1)
+        tensors = ("convolution", "rates", "dt_bias", "norm")
+        return StateSpans(
+            kernels,
+            make_delta_span(kernels.bf16),
+            groups=heads.kv_count,
+            given=heads.keys,
+            values=2 * heads.keys,
+            corrects=1,
+            gates=heads.channels,
+            eps=self.eps,
+            **{name: getattr(weights, name).data_ptr() for name in tensors},
+        )
+
+    def _by_torch(
+        self, projected: torch.Tensor, own: torch.Tensor, step: StepStates, states: LayerStates
+    ) -> torch.Tensor:
+        heads, weights = self.heads, self.weights
+        mixed, gate = torch.split(projected, [heads.channels, heads.values], dim=1)
+        beta, decay = own.chunk(2, dim=1)
         mixed = convolve(mixed.float(), weights.convolution, step, states)
         inputs = self._inputs(silu(mixed), beta.float(), decay.float())
         out = torch.empty_like(inputs.v)
@@ -97,7 +128,7 @@ class DeltaNet:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
         gated = rms_norm(out, weights.norm, self.eps) * silu(gate.float().view_as(out))
-        return weights.out(gated.flatten(1).to(x.dtype))
+        return gated.flatten(1)
 
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
         heads, weights = self.heads, self.weights

@@ -124,6 +124,12 @@ class StepStates:
         rows, reads, writes = columns.unbind(0)
         return cls(rows, reads, writes, spans)
 
+    @property
+    def singles(self) -> list[TokenSpan]:
+        """Returns the sequences of one token as spans."""
+        columns = (each.tolist() for each in (self.rows, self.reads, self.writes))
+        return [TokenSpan(row, row + 1, read, write) for row, read, write in zip(*columns, strict=True)]
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 127.0  # the largest code

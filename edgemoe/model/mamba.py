@@ -12,9 +12,14 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from edgemoe.families.state_mechanisms import MambaHeads
+from edgemoe.kernels.cpu.prefill_states import make_mamba_span
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.state_scan import TOGETHER
 from edgemoe.model.attention import StepContext
 from edgemoe.model.convolution import convolve, read_taps
 from edgemoe.model.dense_weights import LayerReader, rms_norm
+from edgemoe.model.kv import LayerStates, StepStates
+from edgemoe.model.state_spans import StateSpans
 
 CHUNK = 64  # tokens
 
@@ -53,28 +58,52 @@ class Mamba:
         if heads.biases:
             self.project_bias, self.out_bias = reader.read("mamba.in_proj.bias"), reader.read("mamba.out_proj.bias")
 
+        self._spans: StateSpans | None = None
+
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
         assert step.kv.states is not None
-        heads, states = self.heads, step.kv.states.layer(self.number)
-        parts = [heads.values, heads.channels, heads.count]
-        gate, mixed, dt = torch.split(self.project(x, self.project_bias).float(), parts, dim=1)
-        mixed = convolve(mixed, self.taps, step.states, states)
+        states, projected = step.kv.states.layer(self.number), self.project(x, self.project_bias)
+        if step.kernels is not None and not self.heads.dim % TOGETHER:
+            if self._spans is None:
+                self._spans = self._by_kernels(step.kernels)
+            own = torch.empty((len(x), 2 * self.heads.count))
+            return self.out(self._spans.run(projected, own, step.states, states), self.out_bias)
+        return self.out(self._by_torch(projected.float(), step.states, states).to(x.dtype), self.out_bias)
+
+    def _by_kernels(self, kernels: Kernels) -> StateSpans:
+        heads = self.heads
+        tensors = {"convolution": self.taps, "conv_bias": self.bias, "rates": self.rates, "dt_bias": self.dt_bias}
+        tensors |= {"skip": self.skip, "norm": self.norm}
+        return StateSpans(
+            kernels,
+            make_mamba_span(kernels.bf16),
+            groups=heads.kv_count,
+            first=heads.values,
+            given=heads.values,
+            asked=heads.values + heads.shared,
+            eps=self.eps,
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+        )
+
+    def _by_torch(self, projected: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+        heads, count = self.heads, len(projected)
+        gate, mixed, dt = torch.split(projected, [heads.values, heads.channels, heads.count], dim=1)
+        mixed = convolve(mixed, self.taps, step, states)
         mixed = silu(mixed if self.bias is None else mixed + self.bias)
         values, b, c = torch.split(mixed, [heads.values, heads.shared, heads.shared], dim=1)
-        values = values.view(len(x), heads.count, heads.value_dim)
+        values = values.view(count, heads.count, heads.value_dim)
         inputs = self._inputs(values, b, c, softplus(dt + self.dt_bias))
         out = torch.empty_like(values)
-        if len(rows := step.states.rows):
-            memory, out[rows] = recur(inputs.rows(rows), states.matrices[step.states.reads])
-            states.matrices[step.states.writes] = memory
-        for part in step.states.spans:
+        if len(step.rows):
+            memory, out[step.rows] = recur(inputs.rows(step.rows), states.matrices[step.reads])
+            states.matrices[step.writes] = memory
+        for part in step.spans:
             tokens = slice(part.first, part.after)
             states.matrices[part.write], out[tokens] = chunked(inputs.rows(tokens), states.matrices[part.read])
         out = out + self.skip[:, None] * values
-        grouped = (out.flatten(1) * silu(gate)).view(len(x), heads.kv_count, -1)
-        normed = rms_norm(grouped, None, self.eps).flatten(1) * self.norm
-        return self.out(normed.to(x.dtype), self.out_bias)
+        grouped = (out.flatten(1) * silu(gate)).view(count, heads.kv_count, -1)
+        return rms_norm(grouped, None, self.eps).flatten(1) * self.norm
 
     def _inputs(self, values: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor) -> MambaInputs:
         heads = self.heads

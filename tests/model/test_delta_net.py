@@ -12,6 +12,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from edgemoe.families.state_mechanisms import DeltaHeads
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.delta_net import DeltaNet
 from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.model.kv import StateCache, StepStates
@@ -62,6 +63,8 @@ class Layer:
         self.heads = heads
         self.ours = DeltaNet(Place(heads, self.theirs.eval()))  # type: ignore[arg-type]
 
+        self.kernels: Kernels | None = None
+
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         return self.theirs(x[None])[0]  # type: ignore[no-any-return]
 
@@ -96,7 +99,7 @@ class Sequences:
             states=uses,
         )
         states = StepStates.of(batch, torch.device("cpu"))
-        step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache))
+        step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache), kernels=self._layer.kernels)
         self.uses = dict(zip(present, uses, strict=True))
         out = self._layer.ours(torch.cat(chunks), step)
         return list(out.split([len(chunk) for chunk in chunks]))
@@ -111,8 +114,15 @@ def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
 
 
 @pytest.fixture(params=[(kind, *sizes) for kind in ("qwen3_next", "qwen3_5_moe") for sizes in HEADS], ids=str)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return Layer(*request.param)
+def layer(request: pytest.FixtureRequest, by_kernels: bool) -> Layer:
+    layer = Layer(*request.param)
+    layer.kernels = request.getfixturevalue("kernels")[False] if by_kernels else None
+    return layer
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "torch"])
+def by_kernels(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 @torch.inference_mode()

@@ -51,7 +51,7 @@ def _mix(job: int, token: int, first: int, count: int, is_writer: bool, out: int
 
 
 @summing
-def _dot(x: int, y: int, n: int) -> float:
+def dot(x: int, y: int, n: int) -> float:
     """Returns the sum of x [n] * y [n]."""
     a, b, result = f32_at(x), f32_at(y), _ZERO
     for i in range(n):
@@ -60,7 +60,7 @@ def _dot(x: int, y: int, n: int) -> float:
 
 
 @jit
-def _scale(x: int, n: int, factor: float) -> None:
+def scale_by(x: int, n: int, factor: float) -> None:
     values = f32_at(x)
     for i in range(n):
         values[i] *= factor
@@ -111,8 +111,8 @@ def advance_delta(job: int, number: int) -> None:
     _mix(job, token, first, d, is_writer, q)
     _mix(job, token, a.key_heads * d + first, d, is_writer, k)
     _mix(job, token, 2 * a.key_heads * d + head * n, n, True, v)
-    _scale(q, d, _ONE / np.sqrt((_dot(q, q, d) + NORM_EPS) * np.float32(d)))
-    _scale(k, d, _ONE / np.sqrt(_dot(k, k, d) + NORM_EPS))
+    scale_by(q, d, _ONE / np.sqrt((dot(q, q, d) + NORM_EPS) * np.float32(d)))
+    scale_by(k, d, _ONE / np.sqrt(dot(k, k, d) + NORM_EPS))
     gate = f32_at(a.projected + ((token + 1) * (a.channels + a.value_heads * n) - (a.value_heads - head) * n) * 4)
     own = f32_at(a.own + (2 * token * a.value_heads + head) * 4)
     beta = _ONE / (_ONE + exp32(-own[0]))
@@ -120,7 +120,7 @@ def advance_delta(job: int, number: int) -> None:
     place = head * d * n * 4
     state = a.matrices + i64_at(a.reads)[token] * a.slot_stride + place
     _look_up(state, d, n, k, q, known, asked)
-    values, change, seen, overlap = f32_at(v), f32_at(known), f32_at(asked), _dot(q, k, d)
+    values, change, seen, overlap = f32_at(v), f32_at(known), f32_at(asked), dot(q, k, d)
     for j in range(n):
         change[j] = beta * (values[j] - decay * change[j])
         seen[j] = decay * seen[j] + overlap * change[j]
