@@ -24,10 +24,10 @@ from edgemoe.types.arrays import fields
 # * `tokens` of the run; `x` [tokens, line] in the model's type: the input projection, whose channels begin at `first`
 # * `convolution` [taps, channels], `conv_bias` [channels] or 0; `tail` [taps - 1, channels], the inputs before the run
 # * `mixed` [tokens, channels]: scratch, the convolution's output
-# * `heads` of values in `groups`, whose tokens share what is given to a state of `rows` rows and asked of it
+# * `heads` of values in `groups`; heads of a group share the vectors [rows] that enter a state and that read it
 # * `own` [tokens, 2 * heads]: beta and decay of each head of a delta net; `own_line` elements from token to token
 # * `read` and `write` [heads, rows, value_dim], the state before and after
-# * `given`, `asked` and `values` the elements of `mixed` where these begin
+# * `given`, `asked` and `values` the elements of `mixed` where entering vectors, reading vectors and values begin
 # * `corrects` 1 if the state is told the difference to the value that it has already
 # * `rates` and `dt_bias` [heads], `skip` [heads] or 0; `norm` [value_dim], or [values] of Mamba-2
 # * `state` scratch, see `scratch_floats`; `sums` [tokens, values] scratch

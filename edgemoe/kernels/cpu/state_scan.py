@@ -82,7 +82,7 @@ class _Scan:
 def scan(typing: Any, state: Any, rows: Any, decay: Any, given: Any, change: Any, asked: Any, out: Any) -> Any:
     """Computes state = decay * state + given change^T, then out = state^T asked.
 
-    `state` [rows, COLUMNS], `given` and `asked` [rows], `change` and `out` [COLUMNS]; `rows` are even.
+    `state` [rows, COLUMNS], `given` and `asked` [rows], `change` and `out` as wide as it; `rows` are even.
     """
 
     def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
