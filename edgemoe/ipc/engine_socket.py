@@ -244,7 +244,10 @@ def private_directory(path: Path) -> Path:
         if not private_folder(path):
             raise ServiceError(f"{path}: must be a directory owned by the user who runs the daemon")
     except OSError as error:
-        raise ServiceError(f"{path}: cannot be made a private directory: {error.strerror}") from error
+        raise ServiceError(
+            f"{path}: cannot be made a private directory: {error.strerror}; name one that this user may write with "
+            "service.runtime_dir"
+        ) from error
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def _end_with_parent() -> None:
 
 def main(place: str, directory: str, niceness: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.getLogger().addHandler(logging.NullHandler())  # `link` of the process that waits tells the same
     os.nice(int(niceness))
     module, name = place.split(":")
     part: CompiledPart = getattr(importlib.import_module(module), name)

@@ -199,6 +199,14 @@ def test_a_slow_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (states[50e6][-1], states[2e9][-1]) == ("warning", "pass")
 
 
+def test_a_folder_that_may_not_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_room(monkeypatch)
+    monkeypatch.setattr(os, "access", lambda _path, mode: mode != os.W_OK)
+    last = list(box.disk(tmp_path, lambda _: 2e9))[-1]
+    assert (last.check, last.state) == ("disk", "warning")
+    assert "no model is packed there" in last.said
+
+
 @pytest.mark.parametrize(
     ("link", "state"),
     [

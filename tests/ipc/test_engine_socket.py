@@ -115,7 +115,7 @@ async def test_the_directory_is_private(tmp_path: Path) -> None:
 
 async def test_a_directory_that_cannot_be_private_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ServiceError):
+    with pytest.raises(ServiceError, match=r"service\.runtime_dir"):
         private_directory(tmp_path / "file")
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ServiceError, match="directory"):

@@ -209,7 +209,7 @@ def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[CheckResult
         return
     yield CheckResult("disk", "pass", said)
     if not os.access(place, os.W_OK):
-        yield CheckResult("disk-rate", "warning", f"{place} may not be written, so that its speed is not measured")
+        yield CheckResult("disk", "warning", f"{place} may not be written by this user: no model is packed there")
     elif bytes_per_s := rate(place):
         slow = bytes_per_s < SLOW_BYTES_PER_S
         yield CheckResult("disk-rate", "warning" if slow else "pass", f"reads {format_rate(bytes_per_s)} at {place}")
