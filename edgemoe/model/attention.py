@@ -181,12 +181,20 @@ class StepAttention:
         All are in the model's dtype, q and k after rotary embedding.
         """
         self.store(layer, k, v)
+        return self.read(layer, q, scores)
+
+    def read(self, layer: int, q: torch.Tensor, scores: AttentionScores) -> torch.Tensor:
+        """Returns the attention [T, heads * D] of q [T, heads, D] to keys and values that are in the cache."""
         out = torch.empty_like(q)
         for prefill in self.prefills:
             out[prefill.first : prefill.after] = self.prompt(layer, prefill, q[prefill.first : prefill.after], scores)
         if len(self.single_rows):
             out[self.single_rows] = self.single(layer, q[self.single_rows], scores)
         return out.flatten(1)
+
+    def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the blocks [T] to which a layer's keys and values go, and the places in them [T]."""
+        return self._blocks(layer).rows, self._places
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes the step's keys [T, kv_heads, D] and its values, None where they are stored in the keys."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import softplus
 
-from edgemoe.kernels.cpu.runtime import EVERYTHING
-from edgemoe.model.attention import AttentionScores, StepContext
+from edgemoe.kernels.cpu.prefill_heads import MANY_HEADS
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
+from edgemoe.model.attention import AttentionScores, StepContext, paged
 from edgemoe.model.dense_weights import LayerReader, Norm, rms_norm
 from edgemoe.model.rope import Angles, half_split, rotate
 
@@ -66,18 +69,51 @@ class DenseAttention:
         heads = self.heads
         parts = self.qkv(x, self.qkv_bias).view(len(x), -1, heads.dim)
         q, k, v, gates = torch.tensor_split(parts, self.ends, dim=1)
-        if heads.v_is_k:
-            v = k
-        angles = None if self.rope is None else step.angles(self.rope)
+        if step.kernels is not None:
+            attended = step.attention.read(self.number, self._by_kernel(step.kernels, parts, step), self.scores)
+        else:
+            q, k, v = self._by_torch(q, k, k if heads.v_is_k else v, step)
+            attended = step.attention(self.number, q, k, v, self.scores)
+        if heads.output_gate:
+            attended = self._weigh(attended, gates.flatten(1) if self.gate is None else self.gate(x))
+        return self.o(attended, self.o_bias)
+
+    def describe_heads(self, job: npt.NDArray[np.void]) -> None:
+        """Writes shapes, norms, bounds and the rotated elements into a HEADS record."""
+        heads = self.heads
+        job["heads"], job["kv_heads"], job["head_dim"] = heads.count, heads.kv_count, heads.dim
+        job["dims"] = 0 if self.rope is None else self.rope.dims
+        if self.q_norm is not None and self.k_norm is not None:
+            job["q_norm"], job["k_norm"] = self.q_norm.weight.data_ptr(), self.k_norm.weight.data_ptr()
+            job["centred"] = self.q_norm.centred
+        job["full"], job["late"] = heads.qk_norm == "full", heads.norm_after_rope
+        job["v_norm"], job["v_is_k"] = heads.v_norm, heads.v_is_k
+        job["clip"], job["scale"], job["eps"] = heads.clip, self.scores.scale, self.eps
+
+    def _by_kernel(self, kernels: Kernels, parts: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the queries [T, heads, dim] of the q/k/v product [T, heads, dim]; stores keys and values."""
+        heads, job = self.heads, np.zeros(1, MANY_HEADS)
+        self.describe_heads(job)
+        blocks, places = step.attention.places(self.number)
+        q = parts.new_empty((len(parts), heads.count, heads.dim))
+        job["tokens"], job["source"], job["source_line"] = len(parts), parts.data_ptr(), parts.stride(0)
+        job["line"] = self.ends[-1] * heads.dim
+        job["blocks"], job["places"], job["out"] = blocks.data_ptr(), places.data_ptr(), q.data_ptr()
+        if self.rope is not None:
+            job["cos"], job["sin"] = (part.data_ptr() for part in step.angles(self.rope))
+        kernels.place_heads(job, paged(heads.count, step.kv, self.number, self.scores))
+        return q
+
+    def _by_torch(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, dtype, angles = self.heads, q.dtype, None if self.rope is None else step.angles(self.rope)
         q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
         if heads.clip:
             v = v.clamp(-heads.clip, heads.clip)
         if heads.v_norm:
-            v = rms_norm(v.float(), None, self.eps).to(x.dtype)
-        attended = step.attention(self.number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
-        if heads.output_gate:
-            attended = self._weigh(attended, gates.flatten(1) if self.gate is None else self.gate(x))
-        return self.o(attended, self.o_bias)
+            v = rms_norm(v.float(), None, self.eps).to(dtype)
+        return q.to(dtype), k.to(dtype), v
 
     def _weigh(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Returns outputs [T, count dim] weighted by gates of elements [T, count dim] or of heads [T, count]."""

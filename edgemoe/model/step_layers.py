@@ -292,20 +292,13 @@ def _(attention: DenseAttention, planner: LayerPlanner, given: Packed) -> Source
 
 def _heads(attention: DenseAttention, plan: StepPlan, qkv: int, record: Record) -> Record:
     """Returns the HEADS record."""
-    heads, rope = attention.heads, attention.rope
+    heads = attention.heads
     job = plan.record(HEADS, step=plan.step.ctypes.data, x=qkv, line=len(attention.qkv), attention=record.ctypes.data)
-    job["heads"], job["kv_heads"], job["head_dim"] = heads.count, heads.kv_count, heads.dim
+    attention.describe_heads(job)
     job["bias"] = plan.vector(attention.qkv_bias)
-    if rope is not None:
-        job["dims"] = rope.dims
-        job["cos"], job["sin"] = plan.rotation(rope)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        job["q_norm"], job["k_norm"] = plan.vector(attention.q_norm.weight), plan.vector(attention.k_norm.weight)
-        job["centred"] = attention.q_norm.centred
-    job["full"], job["late"] = heads.qk_norm == "full", heads.norm_after_rope
-    job["v_norm"], job["v_is_k"] = heads.v_norm, heads.v_is_k
+    if attention.rope is not None:
+        job["cos"], job["sin"] = plan.rotation(attention.rope)
     job["values"] = plan.buffer("values", heads.kv_count * heads.dim)
-    job["clip"], job["scale"], job["eps"] = heads.clip, attention.scores.scale, attention.eps
     return job
 
 

@@ -6,6 +6,7 @@ are addresses; 0 stands for an array that a model lacks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -309,41 +310,35 @@ def _place_heads(job: int, token: int, at: int, norm: int, count: int) -> None:
 
 
 @cache
-def make_heads(bf16: bool) -> Code:
-    """Makes the chunk that takes one token from the q/k/v product to attention."""
-    place, (size, store) = make_place(bf16), (2, store_bf16) if bf16 else (4, store_f32)
+def make_to_cache(bf16: bool) -> Callable[[int, int, int, int, int, int], None]:
+    """Makes to_cache(job, token, queries, values, block, inside), which takes one token's heads to the cache.
 
-    @chunk
-    def place_heads(job: int, token: int) -> None:
-        """Normalises and rotates queries and keys; packs the queries, scaled; writes keys and values to the cache."""
+    It normalises and rotates queries and the keys behind them in place, and writes keys and values as line `inside` of
+    a block. `values` is scratch for values that are keys.
+    """
+    size, store = (2, store_bf16) if bf16 else (4, store_f32)
+
+    @jit
+    def to_cache(job: int, token: int, queries: int, values: int, block: int, inside: int) -> None:
         h = record(job, HEADS)
-        a, n, queries = record(h.attention, ATTENTION), h.head_dim, h.x + token * h.line * 4
+        a, n = record(h.attention, ATTENTION), h.head_dim
         keys = queries + h.heads * n * 4
-        values = keys + h.kv_heads * n * 4
-        if h.bias:
-            add_vector(queries, h.bias, h.line)
         if h.v_is_k:
-            values = h.values + token * h.kv_heads * n * 4
             widen(keys, 0, h.kv_heads * n, values)
+        else:
+            values = keys + h.kv_heads * n * 4
         _place_heads(job, token, queries, h.q_norm, h.heads)
         _place_heads(job, token, keys, h.k_norm, h.kv_heads)
         if h.clip > 0:
             _bound(values, h.kv_heads * n, h.clip)
-        scale = np.float32(h.scale)
-        for head in range(h.heads):
-            q, to = f32_at(queries + head * n * 4), f32_at(a.queries + (token * h.heads + head) * n * 4)
-            for k in range(n):
-                to[place(k, n)] = q[k] * scale
-        position = i64_at(record(h.step, STEP_TOKENS).positions)[token]
-        block = i64_at(a.tables)[token * a.table_width + position // BLOCK]
-        into = block * a.block_stride + position % BLOCK * n * size
+        into = block * a.block_stride + inside * n * size
         for head in range(h.kv_heads):
             from_key, from_value = keys + head * n * 4, values + head * n * 4
             if h.v_norm:
                 normalise(from_value, 0, n, h.eps, 0, from_value)
             if a.codes:
                 lines = block * a.block_stride + head * a.head_stride
-                codes, scales = lines + position % BLOCK * n, lines + BLOCK * n + position % BLOCK * 4
+                codes, scales = lines + inside * n, lines + BLOCK * n + inside * 4
                 store_codes(from_key, n, a.keys + codes, a.keys + scales)
                 store_codes(from_value, n, a.values + codes, a.values + scales)
             else:
@@ -351,6 +346,30 @@ def make_heads(bf16: bool) -> Code:
                 for k in range(n):
                     store(a.keys + into + head * a.head_stride, k, key[k])
                     store(a.values + into + head * a.head_stride, k, value[k])
+
+    return to_cache  # type: ignore[no-any-return]
+
+
+@cache
+def make_heads(bf16: bool) -> Code:
+    """Makes the chunk that takes one token from the q/k/v product to attention."""
+    place, to_cache = make_place(bf16), make_to_cache(bf16)
+
+    @chunk
+    def place_heads(job: int, token: int) -> None:
+        """Takes the token's heads to the cache, and packs its queries, scaled."""
+        h = record(job, HEADS)
+        a, n, queries = record(h.attention, ATTENTION), h.head_dim, h.x + token * h.line * 4
+        if h.bias:
+            add_vector(queries, h.bias, h.line)
+        position = i64_at(record(h.step, STEP_TOKENS).positions)[token]
+        block = i64_at(a.tables)[token * a.table_width + position // BLOCK]
+        to_cache(job, token, queries, h.values + token * h.kv_heads * n * 4, block, position % BLOCK)
+        scale = np.float32(h.scale)
+        for head in range(h.heads):
+            q, to = f32_at(queries + head * n * 4), f32_at(a.queries + (token * h.heads + head) * n * 4)
+            for k in range(n):
+                to[place(k, n)] = q[k] * scale
 
     return place_heads
 

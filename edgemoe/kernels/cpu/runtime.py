@@ -34,6 +34,7 @@ from edgemoe.kernels.cpu.linear import (
     make_product,
 )
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
+from edgemoe.kernels.cpu.prefill_heads import SOME, make_many_heads
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 
 IntArray = npt.NDArray[np.int64]
@@ -69,7 +70,8 @@ def fill_cache(job: npt.NDArray[np.void], cache: PagedCache) -> None:
 def kernel_part(bf16: bool) -> CompiledPart:
     """Returns the code of the kernels for one weight type, less that of rows (see `row_code`)."""
     refers = (make_step, make_attention, make_grouped_linear, make_prefill_experts, make_prefill_attention)
-    every = (RUN_HELPER, RUN_CHUNKS, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, make_pack_all(bf16), pack_for)
+    packs = (make_pack_all(bf16), pack_for)
+    every = (RUN_HELPER, RUN_CHUNKS, PAUSE_OFTEN, *EXPERTS_CODE, *LINEAR_CODE, *packs, make_many_heads(bf16))
     made = (make(bf16)[-1] for make in (*refers, make_product))
     return CompiledPart(tuple(dict.fromkeys((*every, *chain.from_iterable(made)))), variant_of(bf16))
 
@@ -112,6 +114,7 @@ class Kernels(KernelContext):
         self.linear_record = np.zeros(1, LINEAR)
         self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
+        self._many_heads = make_many_heads(bf16).address
 
     def linear(
         self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode | None = None
@@ -206,6 +209,16 @@ class Kernels(KernelContext):
         job["span"], job["piece_bytes"] = span, 4 * piece
         job["scale"] = cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
+
+    def place_heads(self, job: npt.NDArray[np.void], cache: PagedCache) -> None:
+        """Takes all tokens of a MANY_HEADS record to the cache. Fills its scratch."""
+        kept = np.zeros(1, ATTENTION)
+        fill_cache(kept, cache)
+        chunks = -(-int(job["tokens"][0]) // SOME)
+        job["attention"] = kept.ctypes.data
+        job["x"] = self.scratch("heads.x", chunks * int(job["line"][0]))
+        job["values"] = self.scratch("heads.values", chunks * cache.kv_heads * cache.head_dim)
+        self.pool.run(self._many_heads, job.ctypes.data, chunks)
 
     def fill_contexts(
         self, jobs: npt.NDArray[np.void], tables: IntArray, contexts: IntArray, caches: Iterable[PagedCache]
