@@ -115,7 +115,7 @@ class ClusterMember:
         self._fetches = PrefixFetches(engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.demand.signature_of)
         tiers.join(self.plane.calls)
-        sharing.lending.join(tiers)
+        sharing.lending.join(tiers, self._host)
         self._stages: StageParts | None = None
 
     def join_stages(self, stages: StageParts) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.compute.peer_layer_step import FEW_TOKENS
 from edgemoe.policy.lending import LeastRecentCache, LendingChoice
 from edgemoe.types.step import StepRouting
@@ -22,15 +23,18 @@ class MemoryLending:
         self.choice = LendingChoice()
         self.settled = False  # all home experts are in memory
         self._tiers: ExpertTiers | None = None
+        self._host: PeerCompute | None = None
         self._taken_s = self._units = 0.0
+        self._given = self._got = 0
 
-    def join(self, tiers: ExpertTiers) -> None:
-        """Observes the steps of these tiers from now on, if their disk has every expert."""
+    def join(self, tiers: ExpertTiers, host: PeerCompute) -> None:
+        """Observes the steps of these tiers from now on, if their disk has every expert; `host` computes for peers."""
         geometry = tiers.geometry
         self._cache = LeastRecentCache((geometry.layers, geometry.experts), tiers.residency.ram.slots)
         self._first = (np.arange(geometry.layers) * geometry.experts)[:, None, None]  # [L, 1, 1] each layer's first key
         sizes = geometry.strides_bytes
         self._mean_size = float(sizes.mean() / sizes[0])  # of an expert, beside one of the first layer
+        self._host = host
         self._tiers = tiers if tiers.on_disk[geometry.exists].all() else None
 
     @property
@@ -44,7 +48,7 @@ class MemoryLending:
 
     def on_step_ended(self, routing: StepRouting) -> None:
         """Adds a step of few tokens that only decoded."""
-        if self._tiers is None or (remote := self._tiers.experts.remote) is None:
+        if self._tiers is None or self._host is None or (remote := self._tiers.experts.remote) is None:
             return
         lacking_s, units = remote.taken_s - self._taken_s, remote.units - self._units
         self._taken_s, self._units = remote.taken_s, remote.units
@@ -57,6 +61,8 @@ class MemoryLending:
         alone_s = (
             max(0.0, routing.step_s - lacking_s) + units * costs.unit_s + misses * self._mean_size * costs.read_s(0)
         )
-        if self.choice.observe(routing.step_s, alone_s):
+        given, got = self._host.experts - self._given, remote.experts - self._got
+        self._given, self._got = self._host.experts, remote.experts
+        if self.choice.observe(routing.step_s, alone_s, given, got):
             whose = "the plan" if self.choice.lends else "this box's own requests, which are faster so"
             log.info(f"memory for experts follows {whose}")

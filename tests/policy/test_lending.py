@@ -35,8 +35,9 @@ def test_the_simulated_cache_misses_as_often_as_a_naive_one(slots: int, steps: l
 class Box:
     """A box whose steps take `lending` or `keeping` times as long as alone."""
 
-    def __init__(self, lending: float, keeping: float) -> None:
-        self.now_s, self.taken_s = 0.0, {True: lending, False: keeping}
+    def __init__(self, lending: float, keeping: float, given: int = 4) -> None:
+        """Others compute four experts for it in each step, and it computes `given` for them."""
+        self.now_s, self.taken_s, self.given = 0.0, {True: lending, False: keeping}, given
         self.choice = LendingChoice(lambda: self.now_s)
         self.changes: list[float] = []  # times
 
@@ -45,12 +46,15 @@ class Box:
         while self.now_s < ends_s:
             taken_s = 0.1 * self.taken_s[self.choice.lends]
             self.now_s += taken_s
-            if self.choice.observe(taken_s, 0.1):
+            if self.choice.observe(taken_s, 0.1, self.given, 4):
                 self.changes.append(self.now_s)
 
 
-def test_a_box_that_help_made_slower_keeps_its_memory_soon_and_tries_again_ever_more_seldom() -> None:
-    box = Box(lending=1.5, keeping=0.9)
+@pytest.mark.parametrize(("lending", "given"), [(1.5, 4), (1.5, 0), (0.98, 0)])
+def test_a_box_that_is_faster_so_keeps_its_memory_soon_and_tries_lending_ever_more_seldom(
+    lending: float, given: int
+) -> None:
+    box = Box(lending=lending, keeping=0.9, given=given)
     box.run(LEAST_S + 1)
     assert not box.choice.lends
     assert box.choice.share == KEPT_SHARE
@@ -60,11 +64,11 @@ def test_a_box_that_help_made_slower_keeps_its_memory_soon_and_tries_again_ever_
     assert away[2] == pytest.approx(2 * AGAIN_S, abs=1)
     assert away[0::2].max() <= MOST_AGAIN_S + 1
     assert away[1::2].max() <= SETTLE_S + LEAST_S + 1
-    lost_s = away[1::2].sum() * (1 - 1 / 1.5)
+    lost_s = away[1::2].sum() * (1 - 1 / lending)
     assert lost_s < 0.01 * away.sum()
 
 
-def test_a_box_that_is_helped_lends_its_memory_for_good() -> None:
+def test_a_box_that_is_helped_and_helps_lends_its_memory_for_good() -> None:
     for ratio in (0.4, 1.0, lending.WORSE - 0.01):
         box = Box(lending=ratio, keeping=0.1)
         box.run(MOST_AGAIN_S)
@@ -73,11 +77,21 @@ def test_a_box_that_is_helped_lends_its_memory_for_good() -> None:
         assert box.choice.ratio == pytest.approx(ratio)
 
 
-def test_memory_that_is_kept_without_any_gain_is_lent_again_at_once() -> None:
-    box = Box(lending=1.5, keeping=1.5)
-    box.run(LEAST_S + SETTLE_S + LEAST_S + 2)
-    assert box.choice.lends
-    assert len(box.changes) == 2
+def test_a_box_that_needs_nobody_lends_its_memory_for_good() -> None:
+    choice = LendingChoice(lambda: 1e9)
+    assert not any(choice.observe(0.1, 0.1) for _ in range(10_000))
+
+
+@pytest.mark.parametrize(("ratio", "given"), [(1.5, 4), (0.8, 0)])
+def test_memory_that_is_kept_without_a_clear_gain_is_lent_again_for_an_hour_and_then_for_longer(
+    ratio: float, given: int
+) -> None:
+    box = Box(lending=ratio, keeping=0.97 * ratio, given=given)
+    box.run(3 * MOST_AGAIN_S)
+    away = np.diff(box.changes)
+    assert away[0::2].max() <= SETTLE_S + LEAST_S + 1
+    assert away[1] == pytest.approx(AGAIN_S, abs=1)
+    assert away[3] == pytest.approx(2 * AGAIN_S, abs=1)
 
 
 def test_steps_right_after_a_change_count_for_nothing() -> None:
