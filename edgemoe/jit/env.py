@@ -22,4 +22,11 @@ def read_processor() -> str:
 #
 # oneDNN keeps the code and scratch memory of the last 1,024 shapes that it multiplied, about a megabyte each. Prompts
 # come in every length, so a busy engine would grow by a gigabyte. Both caches keep 32 shapes instead.
-WORKER_ENV = {"GOMP_SPINCOUNT": "20000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+#
+# Kernels are compiled also where a user's environment has Numba run Python in place of machine code.
+WORKER_ENV = {
+    "GOMP_SPINCOUNT": "20000",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+    "LRU_CACHE_CAPACITY": "32",
+    "NUMBA_DISABLE_JIT": "0",
+}

@@ -147,3 +147,9 @@ def test_features_decide_where_a_virtual_machine_reports_another_model() -> None
 
 def test_a_processor_of_no_kind_runs_code_of_its_own() -> None:
     assert kind_of(named("cooperlake")) == named("cooperlake")
+
+
+def test_engines_compile_where_the_environment_has_numba_run_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    update = "import os; from edgemoe.jit.env import WORKER_ENV; os.environ.update(WORKER_ENV)"
+    assert _asked(f"{update}; import numba; print(numba.config.DISABLE_JIT)", "") == "0"
