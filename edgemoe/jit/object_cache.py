@@ -222,7 +222,7 @@ def _check_symbols(codes: Sequence[Code], machine_code: bytes) -> None:
 def object_code(codes: Sequence[Code], target: CompileTarget) -> bytes:
     """Returns one object file of these functions for a processor, of another kind of machine if it is one."""
     modules = [llvm_module(code, target) for code in codes]
-    return machine_code(modules, [code.symbol for code in codes], target)
+    return machine_code(modules, [code.symbol for code in codes], target.machine_code())
 
 
 def llvm_module(code: Code, target: CompileTarget) -> Any:

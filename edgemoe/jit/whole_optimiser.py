@@ -16,8 +16,6 @@ import numba.core.codegen
 import numba.core.compiler_lock
 from numba.core.registry import cpu_target
 
-from edgemoe.jit.compile_target import CompileTarget
-
 _codegen: Any = numba.core.codegen
 _lock: Any = numba.core.compiler_lock.global_compiler_lock
 
@@ -76,7 +74,7 @@ def unoptimised() -> Iterator[None]:
             del context.codegen
 
 
-def machine_code(modules: Collection[Any], symbols: Collection[str], target: CompileTarget) -> bytes:
+def machine_code(modules: Collection[Any], symbols: Collection[str], machine: llvm.TargetMachine) -> bytes:
     """Returns one object file of these LLVM modules, optimised together. Others may call `symbols` in it."""
     whole = llvm.parse_assembly("")
     for module in modules:
@@ -85,7 +83,6 @@ def machine_code(modules: Collection[Any], symbols: Collection[str], target: Com
     for function in whole.functions:
         if not function.is_declaration and function.name not in kept:
             function.linkage = "internal"
-    machine = target.machine_code()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization, options.slp_vectorization = True, False  # as Numba
     builder = llvm.create_pass_builder(machine, options)

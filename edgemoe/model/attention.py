@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
+from edgemoe.kernels.cpu.paged_cache import EVERYTHING, PagedCache
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.kv import BlockPool, KVCache, StepStates
 from edgemoe.model.rope import Angles, RotaryEmbedding
 from edgemoe.types.arrays import IntArray

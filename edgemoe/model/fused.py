@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
-from edgemoe.kernels.cpu.runtime import Kernels, PagedCache, fill_cache
+from edgemoe.kernels.cpu.paged_cache import PagedCache, fill_cache
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import paged, tables_and_contexts
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, gates_of
 from edgemoe.model.kv import KVCache

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
-from edgemoe.kernels.cpu.runtime import EVERYTHING
+from edgemoe.kernels.cpu.paged_cache import EVERYTHING
 from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
 from edgemoe.model.decoder_layers import DenseWeights, SerialLayer
 from edgemoe.model.feed_forward import ExpertLayer, Gate

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from edgemoe.families.mechanisms import LatentHeads
-from edgemoe.kernels.cpu.runtime import Kernels, PagedCache
+from edgemoe.kernels.cpu.paged_cache import PagedCache
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import AttentionScores, PrefillChunk, StepContext, prompt_by_kernel, prompt_in_tiles
 from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
 from edgemoe.model.rope import Angles, half_split, rotate

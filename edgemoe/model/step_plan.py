@@ -11,7 +11,6 @@ import torch
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.jit.object_cache import Code
-from edgemoe.kernels.cpu.decode_attention import ATTENTION
 from edgemoe.kernels.cpu.decode_stages import (
     ACTIVATE,
     JOIN,
@@ -24,11 +23,12 @@ from edgemoe.kernels.cpu.decode_stages import (
     activate_token,
     make_join,
     multiply_parts,
-    rows_in_chunk,
     weigh,
 )
 from edgemoe.kernels.cpu.decode_step import ATTENTION as ATTENTION_STAGE
 from edgemoe.kernels.cpu.decode_step import CHUNKS, EXPERTS_OF, STAGE, STEP
+from edgemoe.kernels.cpu.gemv import rows_in_chunk
+from edgemoe.kernels.cpu.paged_cache import ATTENTION
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.kernels.cpu.vector import ACTIVATIONS
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix, Norm

@@ -13,7 +13,8 @@ from edgemoe.jit.intrinsics import INT, f32_at
 from edgemoe.jit.object_cache import code
 from edgemoe.kernels.cpu.expert_math import ExpertKernels
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, PagedCache
+from edgemoe.kernels.cpu.paged_cache import EVERYTHING, PagedCache
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.kernels.cpu.vector import log32
 from edgemoe.types.encoding import FP8, INT4, INT8, MXFP4, Encoding
 

@@ -20,9 +20,9 @@ from support.published import CONFIGURATIONS
 from edgemoe.encodings.codec import pack
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu import experts_prefill
-from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout, rows_in_chunks
+from edgemoe.kernels.cpu.gemv import rows_in_chunk
 from edgemoe.kernels.cpu.linear import many_rows
 from edgemoe.kernels.cpu.prefill_attention import span_tokens
 from edgemoe.kernels.cpu.runtime import Kernels

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from edgemoe.families.spec import KVLayout, KVRow
-from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
+from edgemoe.kernels.cpu.paged_cache import EVERYTHING
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model import attention
 from edgemoe.model.attention import AttentionScores, StepAttention
 from edgemoe.model.kv import CodedKV, KVCache

@@ -16,32 +16,14 @@ from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.kv_codes import multiply_each
 from edgemoe.kernels.cpu.gemv import load_code, make_code_rows, make_rows
+from edgemoe.kernels.cpu.paged_cache import ATTENTION, BLOCK
 from edgemoe.kernels.cpu.vector import exp32, make_place, softmax
-from edgemoe.types.arrays import IntArray, fields
+from edgemoe.types.arrays import IntArray
 
-BLOCK = 16  # tokens
 SPLITS = 64  # parts of a context at most
 SHORTEST = 256  # tokens of a part at least
 TILE = 4  # values added side by side
 QUERIES = 8  # query heads of a chunk at most; latent attention has all of them on one KV head
-
-# The record of one call; arrays are addresses.
-# * `queries` [tokens, heads, head_dim] float32, packed and scaled
-# * `out` [tokens, heads * value_dim] float32, packed unless `plain`
-# * `tables` [tokens, table_width] int64, block ids
-# * `contexts` [tokens] int64, tokens of each context, the new one among them; `longest` is the largest
-# * `keys` and `values` of block 0 and KV head 0
-# * `block_stride` and `head_stride` bytes from block to block and from KV head to KV head
-# * `scores` and `parts` scratch memory, see `scratch_floats`
-# * `iota` 0, 1, 2, ... int64
-# * `window` tokens that a token sees, itself among them
-# * `sinks` [heads] float32, or 0
-# * `codes` 1 if keys and values are int8 (see `kv_codes`)
-ATTENTION = fields(
-    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "tables", "table_width", "contexts"),
-    *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
-    *("window", "sinks", "codes"),
-)
 
 
 def part_tokens(context: int) -> int:

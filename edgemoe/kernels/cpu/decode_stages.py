@@ -13,8 +13,8 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import call_pack, call_rows, f32_at, i64_at, jit, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
-from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK
 from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
+from edgemoe.kernels.cpu.paged_cache import ATTENTION, BLOCK
 from edgemoe.kernels.cpu.vector import activate, exp32, make_place, norm_scale, softmax, softplus, total, widen
 from edgemoe.types.arrays import fields
 
@@ -38,20 +38,6 @@ PRODUCTS = fields("step", "of_rows", "parts", "count", "threads")
 # * `some` rows in one chunk, `first` the number of the part's first chunk
 PART = fields("weight", "line", "rows", "n", "multiply", "x", "x_stride", "out", "out_stride", "some", "first")
 _PART_BYTES = PART.itemsize
-LONG, SHORT = 128, 8  # rows in one chunk of a large matrix for two threads, and of a small one such as a gate
-LEAST_BYTES = 8 << 10  # of weights in one chunk of a small matrix
-
-
-def shared_rows(rows: int, least: int, threads: int) -> int:
-    """Returns `rows`, a chunk's for two threads, halved for more: the last chunk of a slow core is waited for."""
-    while rows > least and rows * threads > 2 * LONG:
-        rows //= 2
-    return rows
-
-
-def rows_in_chunk(rows: int, row_bytes: int, threads: int) -> int:
-    """Returns how many of a matrix's rows one chunk multiplies."""
-    return shared_rows(LONG, SHORT, threads) if rows >= 4 * LONG else max(SHORT, LEAST_BYTES // row_bytes)
 
 
 @chunk

@@ -14,7 +14,7 @@ import numpy as np
 from edgemoe.jit.intrinsics import INT, call_pack, call_rows, f32_at, i64_at, record
 from edgemoe.jit.object_cache import address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
-from edgemoe.kernels.cpu.decode_stages import shared_rows
+from edgemoe.kernels.cpu.gemv import shared_rows
 from edgemoe.kernels.cpu.vector import ACTIVATIONS, activate, add_bias, widen
 from edgemoe.types.arrays import fields
 from edgemoe.types.encoding import Encoding

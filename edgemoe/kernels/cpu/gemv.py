@@ -36,6 +36,8 @@ from edgemoe.jit.intrinsics import (
 )
 from edgemoe.jit.object_cache import Code, code
 
+LONG, SHORT = 128, 8  # rows in one chunk of a large matrix for two threads, and of a small one such as a gate
+LEAST_BYTES = 8 << 10  # of weights in one chunk of a small matrix
 Dots = Callable[[int, int, int, int, int, int, int, int, int], None]
 
 
@@ -260,3 +262,15 @@ def make_code_rows(bf16: bool) -> Code:
 def load_code(address: int, index: int) -> float:
     """Returns code `index` of the line at `address`, as float32."""
     return np.float32(i8_at(address)[index])  # type: ignore[return-value]
+
+
+def shared_rows(rows: int, least: int, threads: int) -> int:
+    """Returns `rows`, a chunk's for two threads, halved for more: the last chunk of a slow core is waited for."""
+    while rows > least and rows * threads > 2 * LONG:
+        rows //= 2
+    return rows
+
+
+def rows_in_chunk(rows: int, row_bytes: int, threads: int) -> int:
+    """Returns how many of a matrix's rows one chunk multiplies."""
+    return shared_rows(LONG, SHORT, threads) if rows >= 4 * LONG else max(SHORT, LEAST_BYTES // row_bytes)

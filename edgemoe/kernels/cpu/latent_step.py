@@ -8,9 +8,9 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import f32_at, i64_at, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
-from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK
 from edgemoe.kernels.cpu.decode_stages import STEP_TOKENS, normalise, turn
 from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
+from edgemoe.kernels.cpu.paged_cache import ATTENTION, BLOCK
 from edgemoe.kernels.cpu.vector import make_place
 from edgemoe.types.arrays import fields
 

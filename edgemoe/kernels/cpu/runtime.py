@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,12 @@ from edgemoe.jit.thread_pool import PAUSE_OFTEN, RUN_CHUNKS, RUN_HELPER
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
-from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
-from edgemoe.kernels.cpu.decode_stages import rows_in_chunk
+from edgemoe.kernels.cpu.decode_attention import make_attention
 from edgemoe.kernels.cpu.decode_step import family_stages, make_step
 from edgemoe.kernels.cpu.encoded.row_code import RowCode
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
+from edgemoe.kernels.cpu.gemv import rows_in_chunk
 from edgemoe.kernels.cpu.kernel_context import KernelContext
 from edgemoe.kernels.cpu.linear import (
     BYTE_PRODUCT,
@@ -33,38 +32,13 @@ from edgemoe.kernels.cpu.linear import (
     make_grouped_linear,
     make_product,
 )
+from edgemoe.kernels.cpu.paged_cache import ATTENTION, PagedCache, fill_cache
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.prefill_heads import SOME, make_many_heads
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-
-EVERYTHING = 1 << 40  # a window that no context fills
-
-
-class PagedCache(NamedTuple):
-    """The addresses and shapes of one layer's keys and values, and the window of tokens seen. Strides are in bytes."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int  # a value is the first part of a line as wide as a key
-    scale: float  # of the scores
-    keys: int  # address of block 0, KV head 0
-    values: int  # the same
-    block_stride: int  # from block to block
-    head_stride: int  # from KV head to KV head
-    window: int = EVERYTHING  # tokens that a token sees, itself among them
-    sinks: int = 0  # address of float32 [heads], or 0
-    codes: bool = False  # keys and values are int8, and the scales of a head's lines lie behind them
-
-
-def fill_cache(job: npt.NDArray[np.void], cache: PagedCache) -> None:
-    """Writes a layer's keys and values into an ATTENTION or PREFILL record."""
-    for name in PagedCache._fields:
-        if name != "scale":
-            job[name] = getattr(cache, name)
 
 
 def kernel_part(bf16: bool) -> CompiledPart:
