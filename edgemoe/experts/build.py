@@ -29,7 +29,7 @@ from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
-from edgemoe.kernels.cpu.kernel_context import KernelContext
+from edgemoe.kernels.cpu.runtime import KernelContext
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray

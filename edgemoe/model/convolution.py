@@ -1,6 +1,6 @@
-"""Computes causal convolutions over sequences whose last inputs lie in states: the mechanism "conv" [LFM2], and others.
+"""Computes short convolutions over sequences whose last inputs lie in states: the mechanism "conv" [LFM2].
 
-A short convolution is x C * conv(x B * x x'), with B, C and x' projections of x: two gates around the convolution.
+The output is x C * conv(x B * x x'), with B, C and x' projections of x: two gates around the convolution.
 """
 
 from __future__ import annotations
@@ -10,27 +10,7 @@ import torch
 from edgemoe.families.state_mechanisms import ConvHeads
 from edgemoe.model.attention import StepContext
 from edgemoe.model.dense_weights import LayerReader
-from edgemoe.model.kv import LayerStates, StepStates
-
-
-def convolve(x: torch.Tensor, taps: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
-    """Returns the convolution of `x` [T, channels] float32 by `taps` [taps, channels], and writes the tails."""
-    out = torch.empty_like(x)
-    if len(step.rows):
-        window = torch.cat([states.tails[step.reads], x[step.rows, None]], dim=1)  # [S, taps, channels]
-        out[step.rows] = (window * taps).sum(1)
-        states.tails[step.writes] = window[:, 1:]
-    for part in step.spans:
-        line = torch.cat([states.tails[part.read], x[part.first : part.after]])  # [taps - 1 + t, channels]
-        count = part.after - part.first
-        out[part.first : part.after] = sum(line[tap : tap + count] * weight for tap, weight in enumerate(taps))
-        states.tails[part.write] = line[count:]
-    return out
-
-
-def read_taps(reader: LayerReader, name: str) -> torch.Tensor:
-    """Returns a convolution's weights [taps, channels] float32, the current token's last."""
-    return reader.read(name, dtype=torch.float32)[:, 0].T.contiguous()
+from edgemoe.model.kv import convolve
 
 
 class ShortConvolution:
@@ -41,7 +21,7 @@ class ShortConvolution:
         assert isinstance(heads, ConvHeads)
         self.number = reader.spec.state_layers.index(reader.number)
         self.project, self.out = reader.matrix("conv.in_proj.weight"), reader.matrix("conv.out_proj.weight")
-        self.taps = read_taps(reader, "conv.conv1d.weight")
+        self.taps = reader.taps("conv.conv1d.weight")
         self.project_bias = self.bias = self.out_bias = None
         if heads.biases:
             self.project_bias, self.out_bias = reader.read("conv.in_proj.bias"), reader.read("conv.out_proj.bias")

@@ -131,6 +131,21 @@ class StepStates:
         return [TokenSpan(row, row + 1, read, write) for row, read, write in zip(*columns, strict=True)]
 
 
+def convolve(x: torch.Tensor, taps: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+    """Returns the convolution of `x` [T, channels] float32 by `taps` [taps, channels], and writes the tails."""
+    out = torch.empty_like(x)
+    if len(step.rows):
+        window = torch.cat([states.tails[step.reads], x[step.rows, None]], dim=1)  # [S, taps, channels]
+        out[step.rows] = (window * taps).sum(1)
+        states.tails[step.writes] = window[:, 1:]
+    for part in step.spans:
+        line = torch.cat([states.tails[part.read], x[part.first : part.after]])  # [taps - 1 + t, channels]
+        count = part.after - part.first
+        out[part.first : part.after] = sum(line[tap : tap + count] * weight for tap, weight in enumerate(taps))
+        states.tails[part.write] = line[count:]
+    return out
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 127.0  # the largest code
 

@@ -14,7 +14,6 @@ from edgemoe.jit.object_cache import Code
 from edgemoe.kernels.cpu.decode_stages import (
     ACTIVATE,
     JOIN,
-    PACK,
     PART,
     PRODUCTS,
     SOURCE,
@@ -30,7 +29,7 @@ from edgemoe.kernels.cpu.decode_step import CHUNKS, EXPERTS_OF, STAGE, STEP
 from edgemoe.kernels.cpu.gemv import rows_in_chunk
 from edgemoe.kernels.cpu.paged_cache import ATTENTION
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.kernels.cpu.vector import ACTIVATIONS
+from edgemoe.kernels.cpu.vector import ACTIVATIONS, PACK
 from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix, Norm
 from edgemoe.model.feed_forward import Mlp
 from edgemoe.model.kv import DTYPES

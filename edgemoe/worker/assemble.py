@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from llguidance import LLTokenizer
 
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, ServingBudget
 from edgemoe.engine.grammar import GrammarCompiler
@@ -29,16 +29,14 @@ from edgemoe.experts.compute.moe import FetchOptions
 from edgemoe.experts.compute.ram_scrubber import RamScrubber
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
-from edgemoe.jit.compile_process import CompileProcess
-from edgemoe.jit.object_cache import CompileProgress, link
+from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.dense_weights import decoded_bytes, held_bytes
+from edgemoe.model.dense_weights import held_bytes
 from edgemoe.model.kv import KVCache
 from edgemoe.model.staged import StagedDecoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
-from edgemoe.store.layout import table_sizes
 from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense, verify_table
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.row_table import RowTable, open_row_table
@@ -46,12 +44,12 @@ from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
-from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel
-from edgemoe.types.step import BLOCK_TOKENS, StepRouting
+from edgemoe.types.step import StepRouting
 from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, predictive_policy, scoutgate_for
+from edgemoe.worker.model_preparation import ReportPhase, kernel_dir, link_kernels, needs_of, report_compiling
 
 if TYPE_CHECKING:
     from edgemoe.worker.cluster_parts import ClusterParts
@@ -61,13 +59,6 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
-TIERS_PLACE = f"{compiled_parts.__name__}:TIERS"
-
-
-class ReportPhase(Protocol):
-    """Reports the phase of loading, the share of it that is done, and the current item."""
-
-    def __call__(self, phase: str, fraction: float = 0.0, detail: str = "", /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +79,6 @@ class Assembly:
     controller: PredictivePolicy | None = None  # with cache.policy = "lru", or all experts in place
     table: RowTable | None = None  # of rows; most models have none
     stages: StageParts | None = None  # other boxes hold some of the layers
-
-
-def kernel_dir(settings: Settings) -> Path | None:
-    """Returns the folder of compiled kernels, beside the stores; None without one."""
-    stores = settings.model.store_dir
-    return Path(stores).with_name("kernels") if stores else None
 
 
 def assemble(settings: Settings, emit: Emit, report: ReportPhase) -> Assembly:
@@ -208,28 +193,8 @@ def _kernels(
     if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
         return link_kernels(settings, budgets.threads, geometry.bf16, report)
     report("kernels")
-    link(compiled_parts.TIERS.codes, kernel_dir(settings), progress=_compiling(report, "kernels"))
+    link(compiled_parts.TIERS.codes, kernel_dir(settings), progress=report_compiling(report, "kernels"))
     return None
-
-
-def link_kernels(
-    settings: Settings, threads: int, bf16: bool, report: ReportPhase, encodings: Iterable[Encoding] = ()
-) -> Kernels:
-    """Links the kernels, the code of rows of `encodings`, and the tiers' code. Compiles in two processes."""
-    directory, progress, tiers = kernel_dir(settings), _compiling(report, "kernels"), compiled_parts.TIERS
-    in_bytes = settings.engine.prompt_activations == "int8"
-    report("kernels")
-    with closing(CompileProcess(tiers, f"{compiled_parts.__name__}:TIERS", directory)):
-        kernels = Kernels(threads, bf16, directory, progress, in_bytes)
-        for encoding in encodings:
-            kernels.row_code(encoding)
-        link(tiers.codes, directory, progress=progress)
-    return kernels
-
-
-def _compiling(report: ReportPhase, phase: str) -> CompileProgress:
-    """Returns a callback that reports each compiled function as progress of the phase."""
-    return lambda name, done, count: report(phase, done / count, f"compiling {name}, {done + 1} of {count}")
 
 
 def _machine() -> Machine:
@@ -378,22 +343,3 @@ def _grammars(directory: Path, spec: ModelSpec) -> GrammarCompiler | None:
         return GrammarCompiler(LLTokenizer(tokenizer.read_text(encoding="utf-8"), n_vocab=spec.vocab, eos_token=ends))
     except ValueError as error:  # such as more tokens than the model has
         raise CheckpointError(f"{tokenizer} does not fit the model: {error}; pull or pack the model again") from error
-
-
-def needs_of(spec: ModelSpec, dense_bytes: int) -> ModelNeeds:
-    """Returns the sizes that budgets depend on; `dense_bytes` is the size of the file of dense weights."""
-    experts, layout = spec.geometry, spec.kv_layout
-    table_bytes, row_bytes = table_sizes(spec)
-    return ModelNeeds(
-        dense_bytes=dense_bytes,
-        kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
-        experts=experts,
-        context_tokens=spec.context_tokens,
-        state_bytes=spec.state_bytes,
-        states_elsewhere=spec.has_states and not spec.state_layers,
-        decoded_bytes=decoded_bytes(spec),
-        window=layout.window,
-        window_block_bytes=layout.window_block_bytes,
-        table_bytes=table_bytes,
-        row_bytes=row_bytes,
-    )

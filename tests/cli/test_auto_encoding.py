@@ -29,7 +29,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.encoding import AFFINE, INT4, INT8, PAIR
 from edgemoe.types.machine import Gpu, Machine
-from edgemoe.worker.assemble import needs_of
+from edgemoe.worker.model_preparation import needs_of
 
 ARGS = argparse.Namespace(config=None, set=[])
 

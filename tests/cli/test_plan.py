@@ -45,7 +45,7 @@ from edgemoe.store.packer import pack
 from edgemoe.telemetry import probes
 from edgemoe.types.encoding import Encoding
 from edgemoe.types.machine import Gpu, Machine
-from edgemoe.worker.assemble import needs_of
+from edgemoe.worker.model_preparation import needs_of
 
 MODEL = model_path()
 MODEL_SIZES = speed.PlannedSizes(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)

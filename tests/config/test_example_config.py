@@ -11,7 +11,7 @@ from edgemoe.cli.service_command import templates
 from edgemoe.config.loading import flatten, load
 from edgemoe.config.paths import fill_paths, search_path
 from edgemoe.config.settings import ClusterSettings, Settings
-from edgemoe.worker.assemble import kernel_dir
+from edgemoe.worker.model_preparation import kernel_dir
 
 EXAMPLE = templates() / "edgemoe.toml"
 

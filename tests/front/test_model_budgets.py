@@ -23,7 +23,7 @@ from edgemoe.front.model_facts import ModelFacts, facts_of
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.machine import Machine
-from edgemoe.worker.assemble import needs_of
+from edgemoe.worker.model_preparation import needs_of
 
 MIB, GIB = 1 << 20, 1 << 30
 MACHINE = Machine(64 * GIB, 60 * GIB, 8, None)

@@ -19,7 +19,7 @@ from edgemoe.kernels.cpu import amx
 from edgemoe.kernels.cpu.encoded.instructions import AVX512, EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, make_unpack, pack_floats
 from edgemoe.kernels.cpu.encoded.row_code import BYTES, FLOATS, WORDS, make_byte_rows, make_encoded_rows, make_row_code
-from edgemoe.kernels.cpu.kernel_context import KernelContext
+from edgemoe.kernels.cpu.runtime import KernelContext
 from edgemoe.types.encoding import (
     A8_64,
     AFFINE,

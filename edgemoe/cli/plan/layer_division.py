@@ -13,7 +13,7 @@ from edgemoe.config.sizes import format_size, parse_size
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.types.machine import Machine
 from edgemoe.types.stages import Stage
-from edgemoe.worker.assemble import needs_of
+from edgemoe.worker.model_preparation import needs_of
 
 NAMED = re.compile(r"([a-z0-9][a-z0-9-]{0,62}):(.+)")
 STAGE_S = 1.3e-3  # that each box after the first adds to a token, beside its link (docs/design/stages.md)

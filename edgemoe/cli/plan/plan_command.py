@@ -41,7 +41,7 @@ from edgemoe.types.encoding import pair_of
 from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.worker.assemble import link_kernels, needs_of
+from edgemoe.worker.model_preparation import link_kernels, needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
 MORE_BYTES = 16 << 30  # of RAM, in one of the remedies

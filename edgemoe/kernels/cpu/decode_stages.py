@@ -11,11 +11,22 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.jit.intrinsics import call_pack, call_rows, f32_at, i64_at, jit, record, store_bf16, store_f32
+from edgemoe.jit.intrinsics import call_rows, f32_at, i64_at, jit, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
 from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
 from edgemoe.kernels.cpu.paged_cache import ATTENTION, BLOCK
-from edgemoe.kernels.cpu.vector import activate, exp32, make_place, norm_scale, softmax, softplus, total, widen
+from edgemoe.kernels.cpu.vector import (
+    activate,
+    add_vector,
+    exp32,
+    make_place,
+    normalise,
+    pack_vector,
+    softmax,
+    softplus,
+    turn,
+    widen,
+)
 from edgemoe.types.arrays import fields
 
 # The part of a step's record that all stages read.
@@ -56,50 +67,6 @@ def multiply_parts(job: int, number: int) -> None:
         index, tokens, out = s.rows, s.count, s.logits
     out += 4 * row
     call_rows(a.multiply, w, a.line, count, following, a.x, a.x_stride, index, tokens, a.n, out, a.out_stride)
-
-
-# --- vectors --------------------------------------------------------------------------------------------------------
-
-PACK = fields("pack", "out")  # code that packs a vector of n elements, and where, [tokens, n]
-_PACK_BYTES = PACK.itemsize
-
-
-@jit
-def pack_vector(packs: int, count: int, values: int, n: int, token: int) -> None:
-    """Packs `values` [n] of one token in each of `count` ways."""
-    for k in range(count):
-        each = record(packs + k * _PACK_BYTES, PACK)
-        call_pack(each.pack, values, 0, n, n, each.out + token * n * 4)
-
-
-@jit
-def add_vector(values: int, other: int, n: int) -> None:
-    """Computes values [n] += other [n]."""
-    v, o = f32_at(values), f32_at(other)
-    for k in range(n):
-        v[k] += o[k]
-
-
-@jit
-def normalise(x: int, weight: int, n: int, eps: float, centred: int, out: int) -> None:
-    """Computes out = RMSNorm(x), or LayerNorm where `centred`; `weight` [n] or 0."""
-    v, w, to = f32_at(x), f32_at(weight), f32_at(out)
-    mean = np.float32(0)
-    if centred:
-        mean = np.float32(total(x, n) / np.float32(n))
-        for k in range(n):
-            to[k] = v[k] - mean
-        scale = norm_scale(out, n, eps)
-        for k in range(n):
-            to[k] = to[k] * scale * w[k]
-        return
-    scale = norm_scale(x, n, eps)
-    if weight:
-        for k in range(n):
-            to[k] = v[k] * scale * w[k]
-    else:
-        for k in range(n):
-            to[k] = v[k] * scale
 
 
 @jit
@@ -249,15 +216,6 @@ HEADS = np.dtype(
         ("eps", np.float64),
     ]
 )
-
-
-@jit
-def turn(vector: int, cos: int, sin: int, dims: int) -> None:
-    """Rotates the first `dims` of `vector` in place by the angles whose `cos` and `sin` [dims / 2] are given."""
-    v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), dims // 2
-    for k in range(half):
-        low, high = v[k], v[k + half]
-        v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
 
 
 @jit

@@ -20,7 +20,7 @@ from edgemoe.kernels.cpu import experts_decode, experts_prefill
 from edgemoe.kernels.cpu.decode_step import PLACES
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, ExpertLayout, rows_in_chunks, run_experts, scratch_floats
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
-from edgemoe.kernels.cpu.kernel_context import KernelContext
+from edgemoe.kernels.cpu.runtime import KernelContext
 from edgemoe.types.arrays import FloatArray, IntArray, place_of
 from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.experts import Activation

@@ -8,10 +8,10 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import f32_at, i64_at, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
-from edgemoe.kernels.cpu.decode_stages import STEP_TOKENS, normalise, turn
+from edgemoe.kernels.cpu.decode_stages import STEP_TOKENS
 from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
 from edgemoe.kernels.cpu.paged_cache import ATTENTION, BLOCK
-from edgemoe.kernels.cpu.vector import make_place
+from edgemoe.kernels.cpu.vector import make_place, normalise, turn
 from edgemoe.types.arrays import fields
 
 # The record of one layer; arrays are addresses, of float32 unless stated.

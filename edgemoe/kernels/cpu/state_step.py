@@ -9,8 +9,7 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import f32_at, i64_at, jit, record
 from edgemoe.jit.object_cache import chunk
-from edgemoe.kernels.cpu.decode_stages import add_vector, normalise, pack_vector
-from edgemoe.kernels.cpu.vector import exp32, softplus
+from edgemoe.kernels.cpu.vector import add_vector, exp32, normalise, pack_vector, softplus
 from edgemoe.types.arrays import fields
 
 # The fields of a layer's convolution; arrays are addresses.

@@ -1,4 +1,4 @@
-"""Computes on one token's vectors, in one thread: packing, RMSNorm, exp, log, softmax and top-k."""
+"""Computes on one token's vectors, in one thread: packing, norms, rotation, exp, log and softmax."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from edgemoe.jit.intrinsics import (
     jit,
     load_bf16,
     load_f32,
+    record,
     summing,
     types,
 )
 from edgemoe.jit.object_cache import Code, code
+from edgemoe.types.arrays import fields
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)
@@ -32,6 +34,8 @@ _C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.flo
 _GELU, _CUBE = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 _ONE, _TWO, _HALF, _ZERO = np.float32(1.0), np.float32(2.0), np.float32(0.5), np.float32(0.0)
+PACK = fields("pack", "out")  # code that packs a vector of n elements, and where, [tokens, n]
+_PACK_BYTES = PACK.itemsize
 _LINEAR_FROM = np.float32(16)  # softplus(x) is x in float32
 _THIRD, _FIFTH, _SEVENTH, _LN2 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7), np.float32(np.log(2))
 
@@ -255,3 +259,50 @@ def make_pack_some(bf16: bool) -> Code:
             to[place(first + k, n)] = v[k]
 
     return pack_some
+
+
+@jit
+def pack_vector(packs: int, count: int, values: int, n: int, token: int) -> None:
+    """Packs `values` [n] of one token in each of `count` ways."""
+    for k in range(count):
+        each = record(packs + k * _PACK_BYTES, PACK)
+        call_pack(each.pack, values, 0, n, n, each.out + token * n * 4)
+
+
+@jit
+def add_vector(values: int, other: int, n: int) -> None:
+    """Computes values [n] += other [n]."""
+    v, o = f32_at(values), f32_at(other)
+    for k in range(n):
+        v[k] += o[k]
+
+
+@jit
+def normalise(x: int, weight: int, n: int, eps: float, centred: int, out: int) -> None:
+    """Computes out = RMSNorm(x), or LayerNorm where `centred`; `weight` [n] or 0."""
+    v, w, to = f32_at(x), f32_at(weight), f32_at(out)
+    mean = np.float32(0)
+    if centred:
+        mean = np.float32(total(x, n) / np.float32(n))
+        for k in range(n):
+            to[k] = v[k] - mean
+        scale = norm_scale(out, n, eps)
+        for k in range(n):
+            to[k] = to[k] * scale * w[k]
+        return
+    scale = norm_scale(x, n, eps)
+    if weight:
+        for k in range(n):
+            to[k] = v[k] * scale * w[k]
+    else:
+        for k in range(n):
+            to[k] = v[k] * scale
+
+
+@jit
+def turn(vector: int, cos: int, sin: int, dims: int) -> None:
+    """Rotates the first `dims` of `vector` in place by the angles whose `cos` and `sin` [dims / 2] are given."""
+    v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), dims // 2
+    for k in range(half):
+        low, high = v[k], v[k + half]
+        v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
