@@ -23,8 +23,7 @@ from edgemoe import demo
 from edgemoe.cli import conversation
 from edgemoe.cli.auto_encoding import AUTO, ask_for_repository, with_encoding
 from edgemoe.cli.client import Client, WaitingLine, socket_of, wait_for_engine
-from edgemoe.cli.command_settings import read_settings, show_progress
-from edgemoe.cli.serve_command import check_processor, written_paths
+from edgemoe.cli.command_settings import check_processor, read_settings, show_progress, written_paths
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import ServiceError, StoreError

@@ -9,27 +9,24 @@ import logging
 import os
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 
 from edgemoe.api.api_keys import new_key
-from edgemoe.cli.command_settings import read_settings, show_progress
+from edgemoe.cli.command_settings import check_processor, read_settings, show_progress, written_paths
 from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import LoadedSettings, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.served_models import served_models
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, UnsupportedProcessor
+from edgemoe.errors import ConfigError
 from edgemoe.guard import refuse_pickle
 from edgemoe.rights import become_owner
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
-ASK_S = 60.0  # that LLVM may take to load
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -80,32 +77,6 @@ def witness(args: argparse.Namespace) -> int:
     refuse_pickle()
     asyncio.run(vote(settings.cluster))
     return 0
-
-
-def check_processor() -> None:
-    """Raises UnsupportedProcessor where kernels cannot run here. Asks in a process of its own: LLVM takes 50 MB, which
-    this one would keep."""
-    command = [sys.executable, "-m", "edgemoe.jit.compile_target"]
-    try:
-        asked = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=ASK_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("whether the processor will do is not known", extra={"why": str(error)})
-        return
-    if asked.returncode:
-        said = (asked.stderr.strip().splitlines() or ["LLVM cannot be loaded"])[-1]
-        raise UnsupportedProcessor(said.removeprefix(f"{UnsupportedProcessor.__module__}.UnsupportedProcessor: "))
-
-
-def written_paths(settings: Settings) -> tuple[Path, ...]:
-    """Returns the folders that the daemon writes to."""
-    api, cluster = settings.api, settings.cluster
-    named = [settings.model.store_dir, settings.service.runtime_dir, str(Path(api.socket).parent)]
-    named += [str(Path(api.api_key_file).parent)] if api.needs_keys else []
-    named += [cluster.state_dir] if cluster.node else []
-    named += [settings.record.dir, settings.cache.state_file, settings.cache.scoutgate]
-    return tuple(Path(each) for each in named if each)
 
 
 def ready_text(settings: Settings) -> str:

@@ -18,8 +18,7 @@ from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SizeClasses, SlabLayout
-from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
-from edgemoe.types.windows import least_blocks, most_kept
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS, least_blocks, most_kept
 
 VRAM_HEADROOM_BYTES = 1 << 30  # left free on each GPU
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget

@@ -24,8 +24,7 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.stages import CacheRoom
-from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
-from edgemoe.types.windows import least_blocks
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS, least_blocks
 
 
 def engine_metrics(

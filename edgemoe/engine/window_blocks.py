@@ -13,8 +13,7 @@ from itertools import chain
 
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.telemetry import metrics as names
-from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.types.windows import first_kept, first_seen, last_covered, least_blocks, most_kept
+from edgemoe.types.step import BLOCK_TOKENS, first_kept, first_seen, last_covered, least_blocks, most_kept
 
 NOTHING = 0  # the block of zeros, which nobody writes; it stands for those before a sequence's own
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from edgemoe.types.experts import DTYPE_BYTES, SILU, Activation, ExpertGeometry
-from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.types.windows import most_kept
+from edgemoe.types.step import BLOCK_TOKENS, most_kept
 
 ALIGNMENT = 64  # bytes: a cache line
 SCALE_BYTES = 4

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from edgemoe.cluster.control.control_plane import ControlPlane
+from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.cluster.control.messages import (
     MAX_UNWANTED,
     ForwardedFrame,
@@ -22,14 +23,14 @@ from edgemoe.cluster.control.messages import (
 from edgemoe.config.settings import Route
 from edgemoe.errors import EdgemoeError, PeerError
 from edgemoe.front import request_events as events
-from edgemoe.front.engine_meter import LoadReporter, LocalCapacity, LocalLoad
-from edgemoe.front.engine_pace import EnginePace
+from edgemoe.front.engine_meter import EnginePace, LocalCapacity, LocalLoad
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.prompt_hints import PrefixKeys, PromptSignatures, better_signature
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import (
     Cancel,
+    ExpertDemandReport,
     FetchPrefixKV,
     LastChunkStarted,
     PrefixKVFetched,
@@ -46,12 +47,69 @@ from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Phases, Request
 
 log = logging.getLogger(__name__)
+LOOK_S = 0.05  # at most, between measurements while the engine has anything to do
+GAP_S = 0.01  # at least, between reports
+REPEAT_S = 0.5  # after which an unchanged measurement is reported again
 ASK_S = 2.0  # that another box has to answer
 CHECK_S = 1.0  # between questions whether other boxes still have our requests
 OFFER_ASK_S = 1.0  # that the leader has to take in an offer
 STARTS_HERE_ASK_S = 0.1  # the same, of a request that this box's engine could start at once
 OFFER_STANDS_S = 20.0  # that an offer stands with the leader
 CACHED_PART_S = 0.05  # that an offer waits for this box's engine to tell of the prompt's cached part
+
+
+class LoadReporter:
+    """Reports the measurements to the leader whenever they have changed."""
+
+    def __init__(self, plane: ControlPlane, meter: LocalLoad) -> None:
+        self._changed = asyncio.Event()
+        self._plane, self._meter = plane, meter
+        self._leadership: tuple[str, int] = ("", 0)  # to which the last report went
+        self._reported: tuple[tuple[object, ...], float] = ((), 0.0)  # the last report, and when
+        self._idle = False  # the engine, at the last measurement
+        self._waited_s = 0.0  # when `wait` returned last
+
+    def on_work_changed(self) -> None:
+        """Marks that the engine's work has changed."""
+        self._changed.set()
+
+    def on_choosing(self, message: ExpertDemandReport) -> None:
+        """Keeps the experts that the engine's requests choose."""
+        self._meter.on_choosing(message)
+        self._changed.set()
+
+    def on_beat(self) -> None:
+        """Reports soon if the leader or this box's engine is another one."""
+        if (self._plane.state.leader_tracker.current, self._meter.engine) != self._reported[0][:2]:
+            self._changed.set()
+
+    async def wait(self, busy: bool) -> None:
+        """Waits until there may be a change to report: LOOK_S at most if `busy` or while the engine has work."""
+        await wait_event(self._changed, LOOK_S if busy or not self._idle else until_tick(REPEAT_S))
+        await asyncio.sleep(max(0.0, self._waited_s + GAP_S - time.monotonic()))
+        self._waited_s = time.monotonic()
+
+    def report(self) -> None:
+        """Reports to the leader if the measurement has changed, or the last report is REPEAT_S old."""
+        plane, meter, now = self._plane, self._meter, time.monotonic()
+        leadership = plane.state.leader_tracker.current
+        self._idle = True
+        if not plane.leader or not any(plane.state.members):
+            return
+        use = meter.use()
+        self._idle = not use.running and not use.waiting
+        marks = leadership, use.engine, use.running, use.waiting, use.prefill_tokens, meter.demand
+        if marks == self._reported[0] and now - self._reported[1] < REPEAT_S:
+            return
+        if leadership != self._leadership:
+            self._leadership = leadership
+            meter.mark_unreported()
+        again, self._reported = marks == self._reported[0], (marks, now)
+        report = meter.report(use, again)
+        if plane.leader == plane.state.node:
+            plane.desk.on_engine_status(plane.leader, report)
+        elif not plane.channel.notify_peer(plane.leader, report):
+            meter.mark_unreported()
 
 
 class ClusterRequests:

@@ -1,4 +1,4 @@
-"""Measures the work of this box's engine and reports it to the leader.
+"""Measures the work of this box's engine and the time of its steps, for reports to the leader.
 
 The front sees every request begin and end, so it need not ask the engine. It estimates the free KV blocks twice: by the
 most that its requests can take, and by the engine's metrics of half a second ago. The larger estimate counts.
@@ -6,7 +6,6 @@ most that its requests can take, and by the engine's metrics of half a second ag
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,14 +13,11 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.cluster.control.messages import MAX_PREFIX_KEYS, MAX_TAKEN, LoadReport
 from edgemoe.front.prompt_hints import KEY_BYTES, PrefixKeys
 from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import ExpertDemandReport, Submit
 from edgemoe.telemetry import metrics as names
-from edgemoe.ticking import until_tick
 from edgemoe.types.expert_signatures import MOST_ENDED, EndedRequest, ExpertDemand
 from edgemoe.types.request import Request
 from edgemoe.types.step import BLOCK_TOKENS
@@ -31,9 +27,9 @@ OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
 MAX_UNREPORTED = 4 * MOST_ENDED  # requests that have ended; the oldest go
 MAX_ENDED_BYTES = 1 << 19  # of the signatures of ended requests in one message
 MAX_PREFIXES = 8 * MAX_PREFIX_KEYS  # keys that are remembered; of more, the longest unused go
-LOOK_S = 0.05  # at most, between measurements while the engine has anything to do
-GAP_S = 0.01  # at least, between reports
-REPEAT_S = 0.5  # after which an unchanged measurement is reported again
+UNUSUAL = 5.0  # times the usual time of a step
+PACE_WEIGHT, UNUSUAL_WEIGHT = 0.05, 0.005  # of a step's time in the mean
+STALE_S = 30.0  # after which the last step's time no longer counts
 
 
 class LocalCapacity(NamedTuple):
@@ -170,58 +166,31 @@ class LocalLoad:
             self._ended.clear()
 
 
-class LoadReporter:
-    """Reports the measurements to the leader whenever they have changed."""
+class EnginePace:
+    """The mean time of decode steps of one engine after the other. `read_counters` is called several times a second."""
 
-    def __init__(self, plane: ControlPlane, meter: LocalLoad) -> None:
-        self._changed = asyncio.Event()
-        self._plane, self._meter = plane, meter
-        self._leadership: tuple[str, int] = ("", 0)  # to which the last report went
-        self._reported: tuple[tuple[object, ...], float] = ((), 0.0)  # the last report, and when
-        self._idle = False  # the engine, at the last measurement
-        self._waited_s = 0.0  # when `wait` returned last
+    def __init__(self) -> None:
+        self._steps = self._seconds = 0.0
+        self._usual_s = self._lately_s = 0.0
+        self._seen_s = float("-inf")  # time of the last measurement
 
-    def on_work_changed(self) -> None:
-        """Marks that the engine's work has changed."""
-        self._changed.set()
+    def read_counters(self, stats: Mapping[str, float], now_s: float) -> None:
+        """Takes the engine's counters."""
+        steps = stats.get(names.named(names.STEPS, phase="decode"), 0.0)
+        seconds = stats.get(names.named(names.STEP_SECONDS, phase="decode"), 0.0)
+        if steps > self._steps and seconds > self._seconds:
+            self._lately_s, self._seen_s = (seconds - self._seconds) / (steps - self._steps), now_s
+            weight = PACE_WEIGHT if self._lately_s < UNUSUAL * self._usual_s else UNUSUAL_WEIGHT
+            self._usual_s += (weight if self._usual_s else 1.0) * (self._lately_s - self._usual_s)
+        self._steps, self._seconds = steps, seconds
 
-    def on_choosing(self, message: ExpertDemandReport) -> None:
-        """Keeps the experts that the engine's requests choose."""
-        self._meter.on_choosing(message)
-        self._changed.set()
+    def step_s(self, now_s: float) -> float:
+        """Returns the time that a step takes now; 0 before the first one."""
+        return self._lately_s if now_s - self._seen_s < STALE_S else self._usual_s
 
-    def on_beat(self) -> None:
-        """Reports soon if the leader or this box's engine is another one."""
-        if (self._plane.state.leader_tracker.current, self._meter.engine) != self._reported[0][:2]:
-            self._changed.set()
-
-    async def wait(self, busy: bool) -> None:
-        """Waits until there may be a change to report: LOOK_S at most if `busy` or while the engine has work."""
-        await wait_event(self._changed, LOOK_S if busy or not self._idle else until_tick(REPEAT_S))
-        await asyncio.sleep(max(0.0, self._waited_s + GAP_S - time.monotonic()))
-        self._waited_s = time.monotonic()
-
-    def report(self) -> None:
-        """Reports to the leader if the measurement has changed, or the last report is REPEAT_S old."""
-        plane, meter, now = self._plane, self._meter, time.monotonic()
-        leadership = plane.state.leader_tracker.current
-        self._idle = True
-        if not plane.leader or not any(plane.state.members):
-            return
-        use = meter.use()
-        self._idle = not use.running and not use.waiting
-        marks = leadership, use.engine, use.running, use.waiting, use.prefill_tokens, meter.demand
-        if marks == self._reported[0] and now - self._reported[1] < REPEAT_S:
-            return
-        if leadership != self._leadership:
-            self._leadership = leadership
-            meter.mark_unreported()
-        again, self._reported = marks == self._reported[0], (marks, now)
-        report = meter.report(use, again)
-        if plane.leader == plane.state.node:
-            plane.desk.on_engine_status(plane.leader, report)
-        elif not plane.channel.notify_peer(plane.leader, report):
-            meter.mark_unreported()
+    def is_usual(self, now_s: float) -> bool:
+        """Whether steps take about as long as usual, as far as is known."""
+        return self.step_s(now_s) <= UNUSUAL * self._usual_s
 
 
 def _blocks(one: HeldRequest) -> int:

@@ -1,7 +1,8 @@
-"""Decides when a model's engine may start: one starts at a time, and all share the memory of the box.
+"""Holds the models that a daemon serves by name, and decides when an engine may start.
 
-Models that have no room wait in order. Idle models make room, the least recently used first. Busy ones do so after
-`PATIENCE_S`: they take no further requests, and go when their running ones have ended.
+One engine starts at a time, and all share the memory of the box. Models that have no room wait in order. Idle models
+make room, the least recently used first. Busy ones do so after `PATIENCE_S`: they take no further requests, and go when
+their running ones have ended.
 """
 
 from __future__ import annotations
@@ -10,27 +11,81 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from edgemoe.api.resources import Api
+from edgemoe.config.served_models import ServedModelSettings
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import CapacityError
+from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.engine_process import LOOK_S
 from edgemoe.front.model_facts import ModelFacts
-from edgemoe.front.model_host import ModelHost, PoolDoors
-from edgemoe.front.start_turn import StartForgone, StartProgress
+from edgemoe.front.start_turn import StartForgone, StartProgress, StartTurn
+from edgemoe.front.supervisor import Supervisor
 from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
 
+NEVER_S = math.inf
 PATIENCE_S = 10.0  # that a model waits for memory before busy models take no further requests
 ROWS_PART = 32  # bytes of tables on disk over the memory for their rows, where it is not stated
 KV_PART = 3  # bytes of a store over bytes of its KV, where these are not stated
 MARGIN = 1.02  # for whole slots and blocks
 IN_RAM = ("cpu", "emulated")  # devices without memory of their own
 replace_settings = msgspec.structs.replace
+
+
+@dataclass(slots=True, eq=False)
+class ModelHost:
+    """One model: its engine's supervisor, the resources of its requests, and its use."""
+
+    name: str
+    served: ServedModelSettings
+    supervisor: Supervisor
+    close: Callable[[], None]
+    used_s: float
+    uses: int = 0  # HTTP requests that it is held for
+    keep_s: float | None = None  # that the last request asked to keep it loaded
+    memory: ModelMemory | None = None  # that its engine may take; None: not known yet
+    is_held: bool = False  # an engine has the memory, or is about to start with it
+    yields: bool = False  # takes no further requests: another model waits for its memory
+    api: Api | None = None
+    path: str = ""  # of the store that its engine reads
+    facts: ModelFacts | None = None
+    capabilities: tuple[str, ...] | None = None
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    began_s: float = 0.0  # when it began to wait for its start
+    packed: tuple[float, float] | None = None  # share of the checkpoint that is packed, and when that was
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def can_go(self) -> bool:
+        """Returns whether it may be unloaded now."""
+        return not self.served.is_pinned and self.supervisor.is_idle and not self.uses
+
+    @property
+    def idle_s(self) -> float:
+        """Returns the seconds without a request after which it is unloaded; NEVER_S where only memory matters."""
+        if self.served.is_pinned:
+            return NEVER_S
+        return self.keep_s if self.keep_s is not None else (self.served.idle_s or NEVER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDoors:
+    """The pool's ways to processes and files, which the front opens."""
+
+    host: Callable[[str, ServedModelSettings, StartTurn], ModelHost]
+    api: Callable[[ModelHost, Path], Awaitable[Api]]
+    store: Callable[[ModelSettings, Callable[[int, int], None]], ModelSettings]  # finds it, or packs it now
+    facts: Callable[[Settings], ModelFacts]
+    room: Callable[[Settings, ModelMemory], ModelMemory]  # of all models; takes the memory that they hold now
+    reread: Callable[[], Settings]  # the settings as they are now
+    cluster: Callable[[], ClusterFront | None]  # None of a box on its own
 
 
 class EngineTurns:

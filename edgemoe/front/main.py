@@ -39,6 +39,7 @@ from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
 from edgemoe.front.engine_process import LocalConnection
+from edgemoe.front.engine_turns import ModelHost, PoolDoors
 from edgemoe.front.listen import (
     OLLAMA_TCP,
     BoundPorts,
@@ -51,7 +52,6 @@ from edgemoe.front.listen import (
     unix_socket,
 )
 from edgemoe.front.model_facts import facts_of, room_of, store_facts
-from edgemoe.front.model_host import ModelHost, PoolDoors
 from edgemoe.front.model_pool import ModelPool
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.start_turn import StartTurn

@@ -32,9 +32,8 @@ from edgemoe.errors import (
 )
 from edgemoe.front.distant_models import DistantModel, further_model
 from edgemoe.front.engine_process import LOOK_S
-from edgemoe.front.engine_turns import EngineTurns, ModelTurn
+from edgemoe.front.engine_turns import NEVER_S, EngineTurns, ModelHost, ModelTurn, PoolDoors
 from edgemoe.front.model_facts import ModelFacts
-from edgemoe.front.model_host import NEVER_S, ModelHost, PoolDoors
 from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick

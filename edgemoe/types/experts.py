@@ -223,3 +223,11 @@ class ExpertReader(Protocol):
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Reads one expert into `into` and verifies it. Raises CorruptExpert, MissingExpert."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Names the served model, and the sizes of its experts."""
+
+    digest: str  # of its store; the same on all boxes that serve it
+    geometry: ExpertGeometry

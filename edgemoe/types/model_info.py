@@ -1,26 +1,16 @@
-"""The served model: its name and digest, the facts that the front needs, and texts about it for clients."""
+"""The facts of a served model that the front needs, and texts about it for clients."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from edgemoe.types.bounds import Bytes, Count, LayerBytes, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
-from edgemoe.types.experts import ExpertGeometry
 
 LATEST = ":latest"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Names the served model, and the sizes of its experts."""
-
-    digest: str  # of its store; the same on all boxes that serve it
-    geometry: ExpertGeometry
 
 
 def commonest_first(encodings: Sequence[str]) -> tuple[str, ...]:

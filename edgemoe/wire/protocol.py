@@ -16,6 +16,9 @@ from edgemoe.errors import PeerOutdated, UnknownMessage, WireError
 
 M = TypeVar("M")
 Version = Annotated[int, Meta(ge=1, le=255)]
+MAX_FRAMES = 16  # of one message: its envelope, then tensors
+MAX_TENSOR_BYTES = 64 << 20
+Buffer = bytes | bytearray | memoryview
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 

@@ -44,9 +44,9 @@ from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader
-from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
+from edgemoe.types.experts import ExpertGeometry, LivePolicy, ServedModel, Tier
 from edgemoe.types.machine import Machine
-from edgemoe.types.model_info import ModelInfo, ServedModel
+from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.step import StepRouting
 from edgemoe.worker.cache_policy import PredictivePolicy, costs_file, predictive_policy, scoutgate_for
 from edgemoe.worker.model_preparation import ReportPhase, kernel_dir, link_kernels, needs_of, report_compiling

@@ -16,8 +16,7 @@ from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, To
 from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.store.manifest import Manifest
-from edgemoe.types.experts import ExpertGeometry, LivePolicy
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, LivePolicy, ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)

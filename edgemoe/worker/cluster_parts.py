@@ -16,7 +16,7 @@ from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.peer_copy import StorePieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ServedModel
 from edgemoe.worker.memory_lending import MemoryLending
 from edgemoe.worker.prefill_decode_transfer import LastChunkNotifier
 

@@ -10,8 +10,7 @@ from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSetting
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Gpu, Machine
-from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS
-from edgemoe.types.windows import least_blocks
+from edgemoe.types.step import BLOCK_TOKENS, LEAST_STATE_SLOTS, least_blocks
 
 GIB = 1 << 30
 EXPERTS = ExpertGeometry(layers=20, experts=100, top_k=8, hidden=1000, width=833, dtype="bfloat16")  # of 5 MB each

@@ -13,8 +13,7 @@ from test_blocks import EXPERTS, LAYERS, Blocks, Memory, sequence
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.window_blocks import WindowBlocks
-from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.types.windows import first_seen, last_covered, least_blocks, most_kept
+from edgemoe.types.step import BLOCK_TOKENS, first_seen, last_covered, least_blocks, most_kept
 
 WINDOW = 20
 COUNT = least_blocks(WINDOW) + 3

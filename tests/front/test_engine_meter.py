@@ -13,16 +13,9 @@ from support.virtual import VirtualLoop
 
 from edgemoe.cluster.control.messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, LoadReport
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
-from edgemoe.front import engine_meter
-from edgemoe.front.engine_meter import (
-    GAP_S,
-    LOOK_S,
-    MAX_UNREPORTED,
-    REPEAT_S,
-    LoadReporter,
-    LocalCapacity,
-    LocalLoad,
-)
+from edgemoe.front import cluster_requests, engine_meter
+from edgemoe.front.cluster_requests import GAP_S, LOOK_S, REPEAT_S, LoadReporter
+from edgemoe.front.engine_meter import MAX_UNREPORTED, LocalCapacity, LocalLoad
 from edgemoe.front.prompt_hints import PrefixKeys
 from edgemoe.front.request_table import HeldRequest
 from edgemoe.ipc.messages import ExpertDemandReport, Submit
@@ -174,7 +167,7 @@ def led_by_b(tell: Callable[[LoadReport], None], lost: Sequence[bool] = ()) -> A
 
 
 def test_reports_that_did_not_reach_the_leader_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_meter, "REPEAT_S", 0.0)
+    monkeypatch.setattr(cluster_requests, "REPEAT_S", 0.0)
     engine, told = Engine(), list[LoadReport]()
     reporter = LoadReporter(led_by_b(told.append, lost=[True]), engine.meter)
     engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))

@@ -27,8 +27,8 @@ from edgemoe.cli.doctor.checks import CheckResult, daemon
 from edgemoe.cli.status_command import render, take_snapshot
 from edgemoe.config.settings import MemorySettings, ModelSettings, NamedModelSettings, Settings
 from edgemoe.front import engine_starts, engine_turns, model_pool, supervisor
+from edgemoe.front.engine_turns import NEVER_S, ModelHost
 from edgemoe.front.main import Front
-from edgemoe.front.model_host import NEVER_S, ModelHost
 
 GB = 1 << 30
 

@@ -19,8 +19,7 @@ from edgemoe.store.manifest import DENSE, spec_of
 from edgemoe.store.packer import pack
 from edgemoe.store.row_table import open_row_table
 from edgemoe.types.experts import SILU, Activation
-from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
-from edgemoe.types.windows import first_kept
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse, first_kept
 
 
 class Lazy:

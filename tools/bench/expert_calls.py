@@ -39,8 +39,7 @@ from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.cache_ranks import LRU
-from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ExpertId, ServedModel, Tier
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.prefix_entries import EntryKind

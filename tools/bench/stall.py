@@ -52,8 +52,7 @@ from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.telemetry.recorder import Recorder
-from edgemoe.types.experts import ExpertReader, Tier
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertReader, ServedModel, Tier
 from edgemoe.types.step import StepRouting
 from tools.bench.make_model import make_config
 from tools.bench.stats import interval

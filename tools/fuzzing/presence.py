@@ -22,6 +22,7 @@ from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.errors import WireError
 from edgemoe.ipc.messages import Emissions, Submit, decode_to_engine, encode
 from edgemoe.types.request import Emission
+from edgemoe.wire.protocol import Buffer
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import dial, id_of, kind_of
 
@@ -99,7 +100,7 @@ class Presence:
         if not asked:
             return
         if kind == "Announce":
-            answer: Sequence[envelope.Buffer] = envelope.seal(Welcome(), id=asked, answer=True)
+            answer: Sequence[Buffer] = envelope.seal(Welcome(), id=asked, answer=True)
         elif kind == "Forward":
             self._note(frames)
             answer = envelope.seal(Failure("busy", "not now"), id=asked, answer=True)

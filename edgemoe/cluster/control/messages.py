@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Buffer, Failure
+from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.roster import Roster
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
@@ -41,7 +41,7 @@ from edgemoe.types.bounds import (
 from edgemoe.types.expert_signatures import EndedRequests, ExpertDemand, ExpertSignature
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Phases
-from edgemoe.wire.protocol import Message, MessageLanguage
+from edgemoe.wire.protocol import MAX_TENSOR_BYTES, Buffer, Message, MessageLanguage
 
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
 MAX_TAKEN = 256  # offers named as taken or withdrawn in one message

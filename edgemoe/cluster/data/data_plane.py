@@ -34,7 +34,7 @@ from edgemoe.cluster.rpc.transport import ChannelSettings, Transport
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import PeerEngine
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ServedModel
 from edgemoe.types.stages import CacheRoom, Stage
 
 log = logging.getLogger(__name__)

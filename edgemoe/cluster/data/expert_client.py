@@ -17,15 +17,15 @@ import numpy as np
 
 from edgemoe.cluster.data.messages import ExpertCall, ExpertCallMessage, ExpertResult, Hello
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.envelope import Answer, Buffer
+from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.telemetry.unit_time import RECENT, UnitTime, work_units
 from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
+from edgemoe.wire.protocol import Buffer
 
 log = logging.getLogger(__name__)
 HELLO_S = 1.0  # between hellos to each peer

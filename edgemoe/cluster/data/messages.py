@@ -13,18 +13,17 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from edgemoe.cluster.rpc.envelope import Buffer, Failure
+from edgemoe.cluster.rpc.envelope import Failure
 from edgemoe.errors import PeerRefused
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.bounds import Bitmap, Bytes, Count, Seconds, Small, Word
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
 from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.stages import CacheRoom, StageWork
 from edgemoe.types.step import BLOCK_TOKENS, StateUse
-from edgemoe.wire.protocol import Message, MessageLanguage
+from edgemoe.wire.protocol import Buffer, Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
 PART_BYTES = 4 << 20  # of an entry of the prefix cache in one message

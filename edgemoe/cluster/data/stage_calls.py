@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from edgemoe.cluster.data.messages import ExpertCallMessage, OpenStage, StageOpened, StageResult, StageStep
 from edgemoe.cluster.rpc.channel import Channel
-from edgemoe.cluster.rpc.envelope import Answer, Buffer, Question
+from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, StageUnavailable
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ServedModel
 from edgemoe.types.stages import CacheRoom, Stage, StageWork
+from edgemoe.wire.protocol import Buffer
 
 log = logging.getLogger(__name__)
 RESTARTED = "has started, so that all keys and values are computed again"

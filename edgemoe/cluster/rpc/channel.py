@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from edgemoe.cluster.rpc.connection_guard import EVENTS, ConnectionGuard
-from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Answer, Buffer, Envelope, EnvelopeCodec, Failure, Question
+from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Answer, Envelope, EnvelopeCodec, Failure, Question
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.peer_links import PeerLink, PeerLinks, PendingQuestion
 from edgemoe.cluster.rpc.transport import (
@@ -35,7 +35,7 @@ from edgemoe.cluster.rpc.transport import (
     who,
 )
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, Unsendable, WireError, WireVersionError
-from edgemoe.wire.protocol import MessageLanguage
+from edgemoe.wire.protocol import Buffer, MessageLanguage
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")

@@ -27,19 +27,24 @@ from edgemoe.errors import (
 )
 from edgemoe.types.bounds import Count, Sum64, Word
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import UNREADABLE, Message, MessageLanguage, Versions, check_known
+from edgemoe.wire.protocol import (
+    MAX_FRAMES,
+    MAX_TENSOR_BYTES,
+    UNREADABLE,
+    Buffer,
+    Message,
+    MessageLanguage,
+    Versions,
+    check_known,
+)
 
 M = TypeVar("M")
 MAGIC = b"EMPR"
 FRAMING = 2
-MAX_FRAMES = 16
 MAX_ENVELOPE_BYTES = 1 << 20
-MAX_TENSOR_BYTES = 64 << 20
 MAX_REMAINING_MS = 600_000.0
 FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 HEAD = struct.Struct("<4sB8s")
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -17,12 +17,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Buffer
 from edgemoe.cluster.rpc.keys import AllowList, Secret
 from edgemoe.errors import WireError
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.wire import protocol
-from edgemoe.wire.protocol import Versions
+from edgemoe.wire.protocol import MAX_FRAMES, MAX_TENSOR_BYTES, Buffer, Versions
 
 log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"

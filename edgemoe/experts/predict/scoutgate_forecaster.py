@@ -27,7 +27,7 @@ from edgemoe.experts.predict.scoutgate_model import ScoutGateExport, its_and_our
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)

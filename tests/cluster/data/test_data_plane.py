@@ -21,8 +21,7 @@ from edgemoe.cluster.data.messages import EXPERT_CALLS, ExpertCall, ExpertResult
 from edgemoe.cluster.rpc.envelope import Answer, Envelope, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 

@@ -26,7 +26,6 @@ from edgemoe.cluster.rpc.envelope import (
     FRAMING,
     MAGIC,
     MAX_ENVELOPE_BYTES,
-    MAX_TENSOR_BYTES,
     Answer,
     Question,
     seal,
@@ -36,7 +35,7 @@ from edgemoe.cluster.rpc.keys import AllowList
 from edgemoe.cluster.rpc.transport import Transport
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 from edgemoe.types.bounds import MAX_NODES
-from edgemoe.wire.protocol import Message
+from edgemoe.wire.protocol import MAX_TENSOR_BYTES, Message
 
 
 def pair(serve: Any = None, **channel: Any) -> tuple[Box, Box]:

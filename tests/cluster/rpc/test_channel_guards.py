@@ -18,13 +18,14 @@ from support.waiting import until
 
 from edgemoe.cluster.data.messages import ExpertCall
 from edgemoe.cluster.rpc import keys
-from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Answer, Failure, Question, seal, unseal
+from edgemoe.cluster.rpc.envelope import Answer, Failure, Question, seal, unseal
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.peer_links import PeerCredits
 from edgemoe.cluster.rpc.transport import ENDPOINT
 from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
 from edgemoe.ipc.engine_socket import private_directory
 from edgemoe.types.experts import ExpertGeometry
+from edgemoe.wire.protocol import MAX_FRAMES, MAX_TENSOR_BYTES
 
 
 @asynccontextmanager

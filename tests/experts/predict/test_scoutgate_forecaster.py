@@ -28,8 +28,7 @@ from edgemoe.experts.predict.scoutgate_model import RECORD, WEIGHTS, ScoutGate, 
 from edgemoe.model.dense_weights import DenseMatrix
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16

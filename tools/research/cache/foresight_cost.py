@@ -35,8 +35,7 @@ from edgemoe.policy.cache_ranks import LRU
 from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.encoding import ENCODINGS
-from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.model_info import ServedModel
+from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.step import StepMeta, StepRouting
 from tools.research.cache.controller_cost import SHAPES, fill
 
