@@ -75,10 +75,10 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, i
         file.put_in_place()
 
 
-def create_file(path: Path, mode: int = 0o600) -> int:
+def create_file(path: Path) -> int:
     """Returns the descriptor of a new file, for writing. Raises FileExistsError where there is anything, OSError."""
     with _opened_folder(path.parent) as folder, _naming(path):
-        return _create(folder, path.name, mode)
+        return _create(folder, path.name, 0o600)
 
 
 def open_kept(path: Path, mode: int = 0o600, *, writable: bool = True) -> int:

@@ -22,8 +22,7 @@ from edgemoe.engine.state_slots import StateSlots
 from edgemoe.engine.window_blocks import WindowBlocks
 from edgemoe.families.spec import KVLayout
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.prefix_entries import EntryKind
-from edgemoe.types.step import BLOCK_TOKENS, last_covered
+from edgemoe.types.step import BLOCK_TOKENS, EntryKind, last_covered
 
 ByteArray = npt.NDArray[np.uint8]
 

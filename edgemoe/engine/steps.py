@@ -29,8 +29,7 @@ from edgemoe.errors import EdgemoeError, RequestError, StageUnavailable, StoreEr
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.request import Request, Sampling, TokenLogprob
-from edgemoe.types.row_source import RowSource
-from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, StateUse, StepMeta, StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, RowSource, StateUse, StepMeta, StepRouting
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import GrammarCompiler

@@ -318,14 +318,14 @@ def nemotron_layers(config: Config, attention: LayerAttention) -> tuple[LayerAtt
     return tuple(made.get(kind, NO_ATTENTION) for kind in kinds)
 
 
-def mamba_layers(sizes: MambaSizes, known: tuple[str, ...] = ("mamba", LINEAR)) -> Layers:
-    """Returns a reader of layers that are Mamba-2, called one of `known`, or attention."""
+def mamba_layers(sizes: MambaSizes) -> Layers:
+    """Returns a reader of layers that are Mamba-2 or attention."""
 
     def read(config: Config, attention: LayerAttention) -> tuple[LayerAttention, ...]:
         kinds = config.get("layer_types") or config.get("layers_block_type")
         if not isinstance(kinds, list):
             raise CheckpointError("config.json: layer_types is missing, the list of the layers that are attention")
-        names = {**dict.fromkeys(known, LINEAR), "attention": FULL, FULL: FULL}
+        names = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
         kinds = [names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         checked = stated_kinds({**config, "layer_types": kinds}, "layer_types", (FULL, LINEAR))
         assert checked is not None

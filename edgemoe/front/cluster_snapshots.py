@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ OLD_S = 5.0  # after which a snapshot is not shown any more
 class ClusterSnapshots:
     """Owns the latest snapshot of each box. Outside a cluster this box's name is empty."""
 
-    def __init__(self, door: LocalConnection, now: Callable[[], float] = time.monotonic) -> None:
-        self._door, self._now = door, now
+    def __init__(self, door: LocalConnection) -> None:
+        self._door = door
         self._plane: ControlPlane | None = None
         self._asked_s = self._asked_others_s = float("-inf")
         self._seen: dict[str, tuple[float, ServingSnapshot]] = {}  # by node: time, snapshot
@@ -74,22 +73,22 @@ class ClusterSnapshots:
 
     def _fresh(self, node: str) -> ServingSnapshot | None:
         seen_s, snapshot = self._seen.get(node, (float("-inf"), None))
-        return snapshot if self._now() - seen_s < OLD_S else None
+        return snapshot if time.monotonic() - seen_s < OLD_S else None
 
     def _keep(self, node: str, seen: SnapshotReply) -> None:
         snapshot = seen.snapshot
         if snapshot is not None and len(snapshot.cells) in (0, snapshot.layers * snapshot.experts):
-            self._seen[node] = (self._now(), snapshot)
+            self._seen[node] = (time.monotonic(), snapshot)
 
     def _ask(self) -> None:
-        if self._now() - self._asked_s >= ASK_EVERY_S:
-            self._asked_s = self._now()
+        if time.monotonic() - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = time.monotonic()
             self._door.send(SnapshotRequest())
 
     def _ask_others(self) -> None:
-        if self._plane is None or self._now() - self._asked_others_s < ASK_EVERY_S:
+        if self._plane is None or time.monotonic() - self._asked_others_s < ASK_EVERY_S:
             return
-        self._asked_others_s = self._now()
+        self._asked_others_s = time.monotonic()
         members = self._plane.state.members
         self._seen = {node: seen for node, seen in self._seen.items() if node == self._node or node in members}
         for member in members:

@@ -97,17 +97,16 @@ class EngineTurns:
         doors: PoolDoors,
         hosts: Mapping[str, ModelHost],
         leaving: Sequence[ModelHost],
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes the served models, and the ones that are being ended; both may change."""
-        self._settings, self._doors, self._now = settings, doors, now
+        self._settings, self._doors = settings, doors
         self._hosts, self._leaving = hosts, leaving
         self._room: ModelMemory | None = None  # of all models; None until it is needed
         self._waiting: list[ModelHost] = []  # for memory, in order
         self._starting: ModelHost | None = None
         self._start_lock = asyncio.Lock()
         self._changed = asyncio.Event()  # pulsed when memory or uses change
-        self.moved_s = now()  # when they last did
+        self.moved_s = time.monotonic()  # when they last did
         self.tasks: asyncio.TaskGroup | None = None  # of the pool, while it runs
 
     async def begin(self, host: ModelHost, settings: Settings) -> Settings:
@@ -115,7 +114,7 @@ class EngineTurns:
 
         Raises CapacityError, StoreError, CheckpointError.
         """
-        host.began_s = self._now()
+        host.began_s = time.monotonic()
         model = await self._store(host, settings.model)
         settings, host.path = replace_settings(settings, model=model), model.path
         if not self.has_several:
@@ -128,7 +127,7 @@ class EngineTurns:
 
     async def _store(self, host: ModelHost, model: ModelSettings) -> ModelSettings:
         def progress(done_bytes: int, total_bytes: int) -> None:
-            host.packed = (done_bytes / max(1, total_bytes), self._now())
+            host.packed = (done_bytes / max(1, total_bytes), time.monotonic())
 
         try:
             return await asyncio.to_thread(self._doors.store, model, progress)
@@ -167,7 +166,7 @@ class EngineTurns:
         for name in gone or ():
             if name in self._hosts:  # else it is being ended
                 self.spawn(self._hosts[name].supervisor.unload())
-        if gone is None and self._now() - host.began_s > PATIENCE_S:
+        if gone is None and time.monotonic() - host.began_s > PATIENCE_S:
             unpinned = [replace(one, can_go=not one.is_pinned and one.name in self._hosts) for one in holders]
             for name in models_to_unload(memory, self._of_all(), unpinned) or ():
                 self._hosts[name].yields = True
@@ -228,7 +227,7 @@ class EngineTurns:
         if self._starting is host:
             self._starting = None
             self._start_lock.release()
-        host.used_s = self._now()
+        host.used_s = time.monotonic()
         self.pulse()
 
     def on_ended(self, host: ModelHost) -> None:
@@ -239,7 +238,7 @@ class EngineTurns:
 
     def progress(self, host: ModelHost) -> StartProgress | None:
         """Returns the reason why a model's start waits; None while it does not wait."""
-        now = self._now()
+        now = time.monotonic()
         if host.packed is not None:
             share, moved_s = host.packed
             return StartProgress(f"packing its checkpoint, {share:.0%}", now - moved_s, now - host.began_s)
@@ -282,7 +281,7 @@ class EngineTurns:
 
     def pulse(self) -> None:
         """Tells waiting models that memory or uses have changed."""
-        self.moved_s = self._now()
+        self.moved_s = time.monotonic()
         self._changed.set()
         self._changed.clear()
 

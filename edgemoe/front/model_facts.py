@@ -15,8 +15,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes, row_tables
 from edgemoe.policy.model_memory import ModelMemory
 from edgemoe.store.catalog import resolve
-from edgemoe.store.manifest import MANIFEST, Manifest, spec_of
-from edgemoe.store.served_info import served_info
+from edgemoe.store.manifest import MANIFEST, Manifest, served_info, spec_of
 from edgemoe.telemetry.probes import probe_machine
 from edgemoe.types.model_info import ModelInfo
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,11 @@ class ModelPool:
         settings: Settings,
         models: dict[str, ServedModelSettings],
         doors: PoolDoors,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._doors, self._now = settings, doors, now
+        self._settings, self._doors = settings, doors
         self.hosts: dict[str, ModelHost] = {}
         self._leaving: list[ModelHost] = []  # no longer served, with requests or an engine
-        self._turns = EngineTurns(settings, doors, self.hosts, self._leaving, now)
+        self._turns = EngineTurns(settings, doors, self.hosts, self._leaving)
         for name, served in models.items():
             self._add(name, served)
         self._announced: dict[str, State] = {}
@@ -179,13 +178,13 @@ class ModelPool:
                 host.keep_s = NEVER_S if keep_s < 0 else min(keep_s, MOST_KEEP_S)
         finally:
             host.uses -= 1
-            host.used_s = self._now()
+            host.used_s = time.monotonic()
             self._turns.pulse()
 
     async def _until_taken(self, host: ModelHost) -> None:
         """Waits while the model takes no requests, because another one waits for its memory."""
         while host.yields:
-            if self._now() - self._turns.moved_s > self._settings.api.request_timeout_s:
+            if time.monotonic() - self._turns.moved_s > self._settings.api.request_timeout_s:
                 raise EngineUnavailable(f"the model {host.name!r} makes room for another one; try again")
             await self._turns.wait(LOOK_S)
 
@@ -204,7 +203,7 @@ class ModelPool:
     async def release(self, name: str | None) -> str:
         """Unloads a model as soon as no request uses it. Returns its name. Raises ModelNotFound."""
         host = self.find(name)
-        host.keep_s, host.used_s = 0.0, self._now()
+        host.keep_s, host.used_s = 0.0, time.monotonic()
         await self._unload_stale()
         return host.name
 
@@ -250,7 +249,7 @@ class ModelPool:
 
     def _use(self, host: ModelHost) -> dict[str, Any]:
         figures = host.supervisor.engine_metrics()
-        idle_s = self._now() - host.used_s if host.can_go else 0.0
+        idle_s = time.monotonic() - host.used_s if host.can_go else 0.0
         return {
             "ram_bytes": int(figures.get(names.named(names.TIER_BYTES, tier="ram"), 0)),
             "vram_bytes": int(figures.get(names.named(names.TIER_BYTES, tier="vram"), 0)),
@@ -333,7 +332,7 @@ class ModelPool:
     async def _unload_stale(self) -> None:
         """Unloads models that were idle for too long, and closes the resources of models that are not loaded."""
         for host in list(self.hosts.values()):
-            if host.can_go and self._now() - host.used_s >= host.idle_s:
+            if host.can_go and time.monotonic() - host.used_s >= host.idle_s:
                 host.keep_s = None
                 self._turns.spawn(host.supervisor.unload())
             elif (

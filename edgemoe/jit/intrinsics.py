@@ -77,7 +77,6 @@ u32_at = _pointer(types.uint32)
 u16_at = _pointer(types.uint16)
 i16_at = _pointer(types.int16)
 u8_at = _pointer(types.uint8)
-i32_at = _pointer(types.int32)
 i8_at = _pointer(types.int8)
 
 

@@ -19,8 +19,7 @@ from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
 from edgemoe.model.fused import FusedDecoder
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
-from edgemoe.types.row_source import RowSource
-from edgemoe.types.step import Batch, ExpertExecutor
+from edgemoe.types.step import Batch, ExpertExecutor, RowSource
 
 
 class Decoder:

@@ -24,8 +24,7 @@ from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.layer_inputs import InputGate, TokenInputs
 from edgemoe.model.mamba import Mamba
-from edgemoe.types.row_source import RowSource
-from edgemoe.types.step import ExpertExecutor
+from edgemoe.types.step import ExpertExecutor, RowSource
 
 
 class AttentionMechanism(Protocol):

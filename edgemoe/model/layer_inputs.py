@@ -10,7 +10,7 @@ from edgemoe.kernels.cpu.expert_math import activated
 from edgemoe.model.dense_weights import LayerReader, WeightReader
 from edgemoe.model.kv import DTYPES
 from edgemoe.types.encoding import BFLOAT16, ENCODINGS, FLOAT32
-from edgemoe.types.row_source import RowSource
+from edgemoe.types.step import RowSource
 
 
 class TokenInputs:

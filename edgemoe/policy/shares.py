@@ -19,6 +19,6 @@ def most_of(room: int, share: int = OF_PRINCIPAL) -> int:
     return share * (room + 1) // (share + 1)
 
 
-def left_of(held: int, free: int, share: int = OF_PRINCIPAL) -> int:
-    """Returns how much more a holder of `held` may take."""
-    return max(0, min(free, (share * (free + 1) - held) // (share + 1)))
+def left_of(held: int, free: int) -> int:
+    """Returns how much more a principal that holds `held` may take."""
+    return max(0, min(free, (OF_PRINCIPAL * (free + 1) - held) // (OF_PRINCIPAL + 1)))

@@ -26,6 +26,7 @@ from edgemoe.types.arrays import IntArray
 
 Ids = npt.NDArray[np.int16]
 ROUND = 4  # experts per layer are a multiple of it where nobody says: rare ones may not occur in a trace
+MOST_STEPS = 1000  # of which `touched` takes the mean
 SAME = 0.9  # share of equal routes from which on two tokens at one place of a template count as the same
 
 
@@ -55,10 +56,12 @@ class Trace:
     def tokens(self) -> int:
         return sum(len(ids) for ids in self.requests)
 
-    def touched(self, batch: int, most: int = 1000) -> float:
-        """Returns the distinct experts of a layer-step, on average over the first `most` layer-steps."""
+    def touched(self, batch: int) -> float:
+        """Returns the distinct experts of a layer-step, on average over the first MOST_STEPS steps."""
         counts = [
-            len(chosen(step.ids[:, layer])) for step in islice(self.steps(batch), most) for layer in range(self.layers)
+            len(chosen(step.ids[:, layer]))
+            for step in islice(self.steps(batch), MOST_STEPS)
+            for layer in range(self.layers)
         ]
         return float(np.mean(counts))
 

@@ -26,6 +26,7 @@ from edgemoe.store.files import PageFile, checksum, file_bytes, header_bytes, lo
 from edgemoe.types.encoding import BFLOAT16, ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
 from edgemoe.types.json_object import Json
+from edgemoe.types.model_info import ModelInfo, commonest_first
 
 VERSION = 2
 READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same
@@ -394,4 +395,26 @@ def _damaged(path: Path) -> StoreError:
     return StoreError(
         f"{path} is damaged: its checksum is wrong; `edgemoe models verify {path.parent}` lists all that is, "
         "packing the checkpoint again mends it"
+    )
+
+
+def served_info(name: str, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
+    """Returns the description of a model that is served under `name`; "" is the store's own name."""
+    geometry = spec.geometry
+    return ModelInfo(
+        id=name or manifest.name,
+        family=spec.family,
+        digest=manifest.digest,
+        context_tokens=spec.context_tokens,
+        vocab=spec.vocab,
+        layers=geometry.layers,
+        experts=geometry.experts,
+        top_k=geometry.top_k,
+        dtype=spec.dtype,
+        expert_bytes=max(map(geometry.expert_bytes, range(geometry.layers))),
+        layer_experts=geometry.layer_experts,
+        encodings=commonest_first([geometry.encoding_name(layer) for layer in range(geometry.layers)]),
+        dense_encoding=spec.dense_encoding,
+        kv_dtype="int8" if spec.kv_int8 else spec.dtype,
+        layer_bytes=tuple(geometry.strides_bytes.tolist()),
     )

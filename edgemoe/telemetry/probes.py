@@ -86,16 +86,17 @@ class MemoryKills(NamedTuple):
     machine: int
 
 
-def count_memory_kills(root: Path = Path("/")) -> MemoryKills:
+def count_memory_kills() -> MemoryKills:
     """Returns the numbers so far; 0 where the kernel does not tell."""
+    root = Path("/")
     own = next(_cgroups(root, "memory"), root)
     group = max(_stat(own / name, "oom_kill") for name in ("memory.events", "memory.oom_control"))
     return MemoryKills(group, _stat(root / "proc/vmstat", "oom_kill"))
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
+def memory_limit() -> int | None:
     """Returns the lowest limit of this process's control groups, in bytes; None without one."""
-    return min((limit for limit, _ in _memory_limits(root)), default=None)
+    return min((limit for limit, _ in _memory_limits(Path("/"))), default=None)
 
 
 def _cpu_quota(folder: Path) -> float | None:

@@ -1,9 +1,10 @@
-"""One step: its input, the routing, and the experts that the decoder calls."""
+"""One step: its input, the routing, the experts that the decoder calls, and the blocks that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -229,3 +230,23 @@ def last_covered(count: int, window: int, is_known: Callable[[int], bool]) -> in
 def least_blocks(window: int) -> int:
     """Returns the fewest blocks with which a sequence is computed: its own, one that it begins, and one of zeros."""
     return most_kept(window) + 2
+
+
+class EntryKind(IntEnum):
+    """The content of an entry that the prefix cache has for a block's key."""
+
+    BLOCK = 0  # keys and values of the layers that see all tokens, then the block's expert signature
+    STATE = 1  # the states after the block
+    WINDOW = 2  # keys and values of the layers with windows
+
+
+class RowSource(Protocol):
+    """A table of rows; used by one thread, the one that computes."""
+
+    row_bytes: int
+
+    def begin_reads(self, numbers: IntArray) -> None:
+        """Begins to read rows that will be taken soon."""
+
+    def take_rows(self, numbers: IntArray) -> npt.NDArray[np.uint8]:
+        """Returns these rows, [n, row_bytes]; waits for the ones that are not in memory. Raises StoreError."""

@@ -37,10 +37,9 @@ from edgemoe.model.kv import KVCache
 from edgemoe.model.staged import StagedDecoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
-from edgemoe.store.manifest import DENSE, Manifest, spec_of, verify_copies, verify_dense, verify_table
+from edgemoe.store.manifest import DENSE, Manifest, served_info, spec_of, verify_copies, verify_dense, verify_table
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.row_table import RowTable, open_row_table
-from edgemoe.store.served_info import served_info
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.routing_recording import RecordingHeader

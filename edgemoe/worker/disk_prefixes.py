@@ -21,9 +21,8 @@ from edgemoe.engine.engine import Engine
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.ipc.messages import Submit
 from edgemoe.telemetry import metrics as names
-from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.request import Emission
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, EntryKind
 from edgemoe.worker.prefix_files import ByteArray, EntryName, PrefixFiles
 
 log = logging.getLogger(__name__)

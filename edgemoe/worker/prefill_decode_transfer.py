@@ -20,8 +20,7 @@ from edgemoe.ipc.messages import FetchPrefixKV, FromEngine, LastChunkStarted, Pr
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.expert_signatures import ExpertSignature
-from edgemoe.types.prefix_entries import EntryKind
-from edgemoe.types.step import StepMeta, StepRouting
+from edgemoe.types.step import EntryKind, StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 AT_ONCE, WAITING = 4, 256  # fetches

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from edgemoe.durable import NewFile, make_folder, open_kept, remove_file, write_all
-from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.step import EntryKind
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,9 @@ from edgemoe.ipc.messages import (
     Submit,
     ToEngine,
 )
+from edgemoe.store.row_table import RowTable
 from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
@@ -56,7 +58,6 @@ from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
 from edgemoe.worker.disk_prefixes import DiskPrefixes
 from edgemoe.worker.prefix_files import PrefixFiles
-from edgemoe.worker.row_figures import row_metrics
 from edgemoe.worker.snapshot_feed import SnapshotFeed
 
 if TYPE_CHECKING:
@@ -376,3 +377,16 @@ def _resolve(ended: asyncio.Future[None], error: BaseException | None) -> None:
         ended.set_result(None)
     else:
         ended.set_exception(error)
+
+
+def row_metrics(table: RowTable) -> dict[str, float]:
+    """Returns the numbers for /metrics by their final names. May be called from any thread."""
+    metrics: dict[str, float] = {named(names.ROWS_FOUND, where=where): n for where, n in table.found.items()}
+    return metrics | {
+        names.ROW_TABLE_BYTES: table.table_bytes,
+        names.ROW_CACHE_BYTES: table.slots * table.row_bytes,
+        names.ROW_SLOTS: table.slots,
+        names.ROWS_HELD: table.held,
+        names.ROW_READ_BYTES: table.read_bytes,
+        names.ROW_WAIT_SECONDS: table.wait_s,
+    }

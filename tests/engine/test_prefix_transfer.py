@@ -12,7 +12,7 @@ import pytest
 from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
 
-from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.step import EntryKind
 
 LENGTH, TOKENS = 70, 24  # four whole blocks
 

@@ -22,7 +22,7 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.store.manifest import DENSE, rows_file
 from edgemoe.store.row_table import LEAST_SLOTS
 from edgemoe.telemetry import metrics as names
-from edgemoe.worker.row_figures import row_metrics
+from edgemoe.worker.service import row_metrics
 
 TABLE = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 310}
 LENGTHS, TOKENS, VOCAB = [5, 150, 40], 32, 96

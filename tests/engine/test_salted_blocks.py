@@ -8,7 +8,7 @@ import pytest
 from support.engine_kit import Drive, Model, plain_model, prompt
 from support.states_kit import stateful_model
 
-from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.step import EntryKind
 
 LENGTH, TOKENS = 70, 24  # four whole blocks
 TEXT = prompt(LENGTH, 1, 96)

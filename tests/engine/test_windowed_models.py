@@ -21,8 +21,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.manifest import DENSE
-from edgemoe.types.prefix_entries import EntryKind
-from edgemoe.types.step import BLOCK_TOKENS, least_blocks, most_kept
+from edgemoe.types.step import BLOCK_TOKENS, EntryKind, least_blocks, most_kept
 
 LENGTHS, TOKENS = [5, 150, 40], 70
 WAYS = ("kernels", "torch")  # that compute attention

@@ -27,7 +27,7 @@ from edgemoe.store.row_table import open_table
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.encoding import ENCODINGS
 from edgemoe.worker.assemble import assemble
-from edgemoe.worker.row_figures import row_metrics
+from edgemoe.worker.service import row_metrics
 
 NAME, ROWS, WIDTH = "model.embed_tokens_per_layer.weight", 4000, 3 * 32
 FILE = rows_file(0)

@@ -20,7 +20,7 @@ from edgemoe.store.writer import RowSealer
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.experts import PAGE_BYTES
-from edgemoe.worker.row_figures import row_metrics
+from edgemoe.worker.service import row_metrics
 
 NAME, ROWS, WIDTH = "model.table.weight", 300, 136
 SIZES = [1, 24, WIDTH, PAGE_BYTES - SEAL_BYTES, PAGE_BYTES + 1, READ_BYTES + 100]  # bytes of a row

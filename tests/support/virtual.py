@@ -112,7 +112,7 @@ class Channel:
     def version(self, _node: str) -> int:
         return PROTOCOL_VERSIONS.highest
 
-    def notify_peer(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
+    def notify_peer(self, node: str, body: Any) -> bool:
         if node in self.up:
             asyncio.get_running_loop().create_task(self._notify(node, body))
         return node in self.up

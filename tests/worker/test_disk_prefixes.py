@@ -15,8 +15,8 @@ from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
 
 from edgemoe.ipc.messages import Submit
-from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.step import EntryKind
 from edgemoe.worker import disk_prefixes
 from edgemoe.worker.disk_prefixes import LEAST_BLOCKS, DiskPrefixes
 from edgemoe.worker.prefix_files import ALIGNMENT, PrefixFiles

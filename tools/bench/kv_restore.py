@@ -28,9 +28,8 @@ from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.families.spec import KVLayout
 from edgemoe.ipc.messages import Submit
 from edgemoe.model.kv import BlockPool
-from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.request import Request, Sampling
-from edgemoe.types.step import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS, EntryKind
 from edgemoe.worker.disk_prefixes import DiskPrefixes
 from edgemoe.worker.prefix_files import PrefixFiles
 

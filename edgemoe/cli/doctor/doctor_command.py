@@ -16,8 +16,7 @@ from rich.text import Text
 from edgemoe.cli.client import socket_of
 from edgemoe.cli.doctor import checks
 from edgemoe.cli.doctor.checks import REMEDIES, CheckResult
-from edgemoe.cli.doctor.etcd_check import etcd_programs
-from edgemoe.cli.doctor.stage_check import stages
+from edgemoe.cli.doctor.cluster_checks import etcd_programs, stages
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load

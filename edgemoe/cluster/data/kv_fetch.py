@@ -18,7 +18,7 @@ from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, FetchKV, KVPa
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable, first_error
-from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.step import EntryKind
 
 AT_ONCE = 4  # entries under way
 READS = 4  # entries that are copied at once for peers

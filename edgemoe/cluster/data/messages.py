@@ -20,9 +20,8 @@ from edgemoe.types.bounds import Bitmap, Bytes, Count, Seconds, Small, Word
 from edgemoe.types.experts import ExpertGeometry, ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
-from edgemoe.types.prefix_entries import EntryKind
 from edgemoe.types.stages import CacheRoom, StageWork
-from edgemoe.types.step import BLOCK_TOKENS, StateUse
+from edgemoe.types.step import BLOCK_TOKENS, EntryKind, StateUse
 from edgemoe.wire.protocol import Buffer, Message, MessageLanguage
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message

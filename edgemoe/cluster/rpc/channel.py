@@ -359,11 +359,11 @@ class Channel(Generic[M]):
     def _late(self, link: PeerLink[M], id: int, timeout_s: float) -> None:
         link.end(id, PeerUnavailable(f"{link.node} did not answer within {timeout_s:.3g} s ({self.name})"))
 
-    def notify_peer(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer] = ()) -> bool:
+    def notify_peer(self, node: str, body: msgspec.Struct) -> bool:
         """Sends a message that needs no answer. Returns False where it cannot be sent, or the peer does not know it."""
         try:
             link = self._links[node]
-            hand(link.socket, self._codec.seal(node, body, tensors))
+            hand(link.socket, self._codec.seal(node, body, ()))
             link.read_soon()
         except (zmq.ZMQError, WireError, PeerRefused, PeerUnavailable):
             return False

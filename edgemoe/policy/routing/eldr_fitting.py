@@ -114,13 +114,13 @@ class RequestClusters(NamedTuple):
     centroids: FloatArray  # [K, D] one long each, zero where a cluster is empty
 
 
-def balanced(points: FloatArray, capacity: IntArray, rng: np.random.Generator, starts: int = STARTS) -> RequestClusters:
+def balanced(points: FloatArray, capacity: IntArray, rng: np.random.Generator) -> RequestClusters:
     """Returns clusters of points [N, D], one long each, with sizes in proportion to capacity [K]: the nearest of some.
 
     Every point is in one cluster. Several starts are tried, for where K-means ends depends on where it begins.
     """
     places = np.repeat(np.arange(len(capacity)), shares(len(points), capacity))
-    tried = [_from(points, _spread(points, len(capacity), rng), places) for _ in range(starts)]
+    tried = [_from(points, _spread(points, len(capacity), rng), places) for _ in range(STARTS)]
     return max(tried, key=lambda each: each[0])[1]
 
 

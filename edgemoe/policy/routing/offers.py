@@ -75,11 +75,6 @@ class RoutingTarget:
     def kv_usage(self) -> float:
         return (self.blocks - self.free_blocks) / max(1, self.blocks)
 
-    @property
-    def resident_tokens(self) -> int:
-        """Counts the tokens in KV blocks and the tokens to compute."""
-        return (self.blocks - self.free_blocks) * BLOCK_TOKENS + self.prefill_tokens
-
 
 class OfferAssignment(NamedTuple):
     """An offer's engine."""

@@ -22,7 +22,7 @@ from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.envelope import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.ipc.messages import FetchPrefixKV, PrefixKVFetched
-from edgemoe.types.prefix_entries import EntryKind
+from edgemoe.types.step import EntryKind
 from edgemoe.worker import prefill_decode_transfer as hand_over
 from edgemoe.worker.prefill_decode_transfer import PrefixFetches, SharedPrefixes
 

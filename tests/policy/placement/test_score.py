@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgemoe.policy.placement.problem import Placement
-from edgemoe.policy.placement.route_score import LayerCosts, fewest, latency, remote_calls, score
+from edgemoe.policy.placement.route_score import fewest, remote_calls, score
 
 
 def placement_of(homes: np.ndarray, disk: np.ndarray | None = None) -> Placement:
@@ -61,13 +61,3 @@ def test_the_fewest_peers_equal_an_exhaustive_search(seed: int) -> None:
     number, good = fewest(masks, count, np.zeros((count + 2, count), np.uint64))
     assert number == least
     assert {node for node in range(nodes) if int(good) >> node & 1} == useful
-
-
-def test_a_layer_takes_as_long_as_its_slowest_expert() -> None:
-    far = np.array([[0.0, 10, 20], [10, 0, 20], [20, 20, 0]])
-    costs = LayerCosts(far, np.ones((3, 3)), np.array([1.0, 2, 3]), np.zeros(3))
-    np.fill_diagonal(costs.call_token_s, 0)
-    both = np.array([[[0, 2]], [[1, 2]]], np.int16)  # expert 2 for two tokens, at node 1: 10 + 2 * 1 + 2
-    assert latency(placement_of(HOMES), 0, [both], costs) == 14
-    assert latency(placement_of(HOMES), 0, [both, both[:1, :, :1]], costs) == 14 + 1
-    assert latency(placement_of(HOMES), 1, [np.array([[[1, 3]]], np.int16)], costs) == 20 + 1 + 3

@@ -29,13 +29,14 @@ from edgemoe.policy.placement.gimbal_placement import cut_between, gimbal
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import rendezvous, routes_for
-from edgemoe.policy.placement.route_score import LayerCosts, Routes, heaviest_pairs, latency, remote_calls, score
+from edgemoe.policy.placement.route_score import Routes, heaviest_pairs, remote_calls, score
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.step import StepMeta, StepRouting
 from edgemoe.worker.cluster_member import MOST_PAIRS
+from tools.research.placement.call_latency import LayerCosts, latency
 from tools.research.placement.compared_placements import columns, redundance
 from tools.research.placement.eplb import eplb
 from tools.research.placement.prism_paper import published

@@ -7,6 +7,7 @@ from random import Random
 
 from edgemoe.policy.routing.gimbal import DEFAULTS, GimbalChooser, GimbalThresholds
 from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest, fewest
+from edgemoe.types.step import BLOCK_TOKENS
 
 WAITING_WEIGHT = 4  # vllm/v1/engine/core_client.py, DPLBAsyncMPClient.get_core_engine_for_request
 
@@ -66,4 +67,5 @@ class PseudoCodeGimbal(GimbalChooser):
         return super()._by_need(open_)
 
     def _load(self, view: RoutingTarget) -> int:
-        return view.resident_tokens
+        """Counts the tokens in KV blocks and the tokens to compute."""
+        return (view.blocks - view.free_blocks) * BLOCK_TOKENS + view.prefill_tokens

@@ -1,4 +1,4 @@
-"""The check of the programs that a voter of a cluster runs."""
+"""The checks of a cluster: the programs that a voter runs, and the boxes among which a model's layers are divided."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from edgemoe.cli.doctor.checks import REACH_S, CheckResult
 from edgemoe.cluster.control.coordination.etcd_process import find_program
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.types.json_object import Json
+from edgemoe.types.stages import Stage
 
 
 def etcd_programs(settings: ClusterSettings) -> Iterator[CheckResult]:
@@ -38,3 +40,12 @@ def etcd_programs(settings: ClusterSettings) -> Iterator[CheckResult]:
         yield CheckResult("etcd", "failure", "no program openssl, which makes this box's certificate for etcd")
     else:
         yield CheckResult("etcd", "pass", f"{program}, {version[0]}")
+
+
+def stages(health: Json) -> Iterator[CheckResult]:
+    """Checks that each box with a part of the layers is here and answers, as the daemon reports."""
+    for stage in (health.get("cluster") or {}).get("stages", []):
+        is_here = stage["state"] == "here" and stage["answers"] is not False
+        layers = Stage(stage["node"], stage["first"], stage["last"] + 1)
+        trouble = "" if is_here else ", and does not answer: no request can be computed"
+        yield CheckResult("stages", "pass" if is_here else "failure", f"{stage['node']} holds {layers}{trouble}")
