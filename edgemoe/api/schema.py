@@ -307,8 +307,8 @@ class Chat(RequestBody, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
     @property
-    def goes_on(self) -> bool:
-        """Returns whether the answer goes on with the last message, by any server's name of that."""
+    def continues_last(self) -> bool:
+        """Returns whether the answer continues the last message; each server has its own field for this."""
         last = self.messages[-1]
         return bool(self.continue_final_message or (last.role == "assistant" and (last.prefix or last.partial)))
 

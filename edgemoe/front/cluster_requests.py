@@ -215,7 +215,7 @@ class ClusterRequests:
             case PrefixSignatureReply(request=name, signature=found):
                 if (late := self._late.pop(name, None)) is not None:
                     late.cancel()
-                    self._router.handle(events.CachedPartTold(name, found))
+                    self._router.handle(events.CachedPartReported(name, found))
             case LastChunkStarted(request=name, attempt=attempt, signature=known):
                 self._router.handle(events.PromptEnded(node, name, attempt, known))
             case PrefixKVFetched(request=name, attempt=attempt, why=why):
@@ -228,7 +228,7 @@ class ClusterRequests:
 
     def on_beat(self, node: str, beat: Heartbeat) -> None:
         """Corrects another box's load from now on by its beat."""
-        self._router.handle(events.BeatTold(node, f"{node}:{beat.engine}"))
+        self._router.handle(events.LoadReported(node, f"{node}:{beat.engine}"))
         self.reporter.on_beat()
 
     def on_submitted_here(self, message: Submit, offer: int) -> None:
@@ -260,11 +260,11 @@ class ClusterRequests:
         if self._router.connection.send(PrefixSignatureRequest(request=name, prompt=request.prompt, salt=request.salt)):
             self._late[name] = asyncio.get_running_loop().call_later(CACHED_PART_S, self._end_asking, name)
         else:
-            self._router.handle(events.CachedPartTold(name, None))
+            self._router.handle(events.CachedPartReported(name, None))
 
     def _end_asking(self, name: str) -> None:
         del self._late[name]
-        self._router.handle(events.CachedPartTold(name, None))
+        self._router.handle(events.CachedPartReported(name, None))
 
     def _offer(self, asked: events.SendOffer) -> None:
         request, plane = asked.request, self._plane

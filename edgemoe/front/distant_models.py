@@ -79,7 +79,7 @@ class DistantModel:
 
 
 class DistantModels:
-    """Knows the models of other boxes, and forwards requests for them."""
+    """Lists the models of other boxes, and forwards requests for them."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane

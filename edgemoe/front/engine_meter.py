@@ -175,7 +175,7 @@ class EnginePace:
         self._seen_s = float("-inf")  # time of the last measurement
 
     def read_counters(self, stats: Mapping[str, float], now_s: float) -> None:
-        """Takes the engine's counters."""
+        """Updates the step times from the engine's counters."""
         steps = stats.get(names.named(names.STEPS, phase="decode"), 0.0)
         seconds = stats.get(names.named(names.STEP_SECONDS, phase="decode"), 0.0)
         if steps > self._steps and seconds > self._seconds:

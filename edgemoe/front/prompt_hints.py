@@ -1,4 +1,4 @@
-"""Tells which prompts are alike: keyed hashes of their beginnings, and the experts that earlier ones chose.
+"""Compares prompts by keyed hashes of their beginnings, and by the experts that earlier ones chose.
 
 Hashes are keyed with a secret of the cluster, so that without it nobody can try out texts or names.
 """

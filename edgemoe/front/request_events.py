@@ -32,7 +32,7 @@ class RequestCancelled(NamedTuple):
 
 
 class AllRequestsFailed(NamedTuple):
-    """Nothing is answered any more."""
+    """The front stops: every request ends with this error."""
 
     error: RequestError
 
@@ -69,21 +69,21 @@ class SubmitRefused(NamedTuple):
 
 
 class RequestsForgotten(NamedTuple):
-    """The box of that engine says that it does not have these attempts."""
+    """The box of that engine reported that it does not have these attempts."""
 
     place: str
     requests: Sequence[tuple[str, int]]
 
 
-class BeatTold(NamedTuple):
-    """A box said how busy its engine is."""
+class LoadReported(NamedTuple):
+    """A box reported how busy its engine is."""
 
     node: str
     place: str
 
 
-class CachedPartTold(NamedTuple):
-    """This box's engine said which experts the cached part of a prompt chose; None where it said nothing in time."""
+class CachedPartReported(NamedTuple):
+    """This box's engine reported the experts that a prompt's cached part chose; None if it did not in time."""
 
     request: str
     signature: ExpertSignature | None
@@ -155,8 +155,8 @@ RequestEvent = (
     | SubmitArrived
     | SubmitRefused
     | RequestsForgotten
-    | BeatTold
-    | CachedPartTold
+    | LoadReported
+    | CachedPartReported
     | OfferAnswered
     | OfferUnanswered
     | OfferGranted
@@ -210,7 +210,7 @@ class SendWithdrawal(NamedTuple):
 
 
 class AskCachedPart(NamedTuple):
-    """Ask this box's engine about the cached part of a prompt. Answered with CachedPartTold."""
+    """Ask this box's engine about the cached part of a prompt. Answered with CachedPartReported."""
 
     request: Request
 

@@ -89,9 +89,9 @@ class RequestStateMachine(RequestTable):
                 self._on_refused(event)
             case events.RequestsForgotten():
                 self._on_forgotten(event)
-            case events.BeatTold(node, place):
+            case events.LoadReported(node, place):
                 self._ours[node] = self._at[place]
-            case events.CachedPartTold():
+            case events.CachedPartReported():
                 self._on_cached_part(event)
             case events.OfferAnswered():
                 self._on_answered(event)
@@ -296,7 +296,7 @@ class RequestStateMachine(RequestTable):
         offer.closed = why
         self._route(record)
 
-    def _on_cached_part(self, event: events.CachedPartTold) -> None:
+    def _on_cached_part(self, event: events.CachedPartReported) -> None:
         record = self._live.get(event.request)
         if record is None or record.state is not RequestState.ASKING or (offer := record.offer) is None:
             return

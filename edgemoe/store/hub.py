@@ -371,7 +371,7 @@ class Hub:
             raise
         except _Refused as error:
             if (error.status < 500 and error.status not in RETRIED) or last:
-                raise HubError(_told(error, what)) from error
+                raise HubError(_refusal_text(error, what)) from error
             log.warning("the hub does not answer", extra={"file": what, "status": error.status})
         except Exception as error:  # of the library's transport, which depends on its release
             if last:
@@ -387,7 +387,7 @@ def _pauses() -> list[float | None]:
     return [FIRST_PAUSE_S * 2**number for number in range(TRIES - 1)] + [None]
 
 
-def _told(error: _Refused, what: str) -> str:
+def _refusal_text(error: _Refused, what: str) -> str:
     endpoint = constants.ENDPOINT
     if error.code == "GatedRepo":
         return f"{what}: its owner lets in who has agreed to its terms; do so at {endpoint}, and {TOKEN}"

@@ -81,16 +81,16 @@ class StoreCopies:
     ) -> None:
         self.copies = tuple(copies)
         self._clock, self._lock = clock, lock or threading.Lock()
-        self._told: set[str] = set()  # at most one for each expert and copy
+        self._logged: set[str] = set()  # at most one for each expert and copy
 
     def only(self, copy: StoreCopy) -> StoreCopies:
         """Returns one of the copies alone."""
         return StoreCopies([copy], self._clock, self._lock)
 
-    def tell_once(self, fault: StoreError) -> None:
-        """Writes a fault to the log, the same one once."""
-        if str(fault) not in self._told:
-            self._told.add(str(fault))
+    def log_once(self, fault: StoreError) -> None:
+        """Logs a fault, the same one only once."""
+        if str(fault) not in self._logged:
+            self._logged.add(str(fault))
             log.warning("%s", fault)
 
     @contextmanager
@@ -140,7 +140,7 @@ def open_copy(directory: Path, manifest: Manifest, opened: ExitStack) -> StoreCo
 
 
 def open_mirrors(folders: Iterable[Path], store: Path, manifest: Manifest, opened: ExitStack) -> list[StoreCopy]:
-    """Opens the copies of `store` in these folders, under its name. One that cannot be used is told in the log only."""
+    """Opens the copies of `store` in these folders, under its name. One that cannot be used is only logged."""
     found = []
     for folder in folders:
         directory = folder / store.name

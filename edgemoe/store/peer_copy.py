@@ -175,7 +175,7 @@ class PeerCopy:
             os.close(fd)
 
     def is_intact(self, piece: ExpertPiece) -> bool:
-        """Takes an expert for one that is here; false where its checksum is wrong."""
+        """Returns whether an expert's file part has the right checksum."""
         with PageFile(self.directory / piece.file, direct=False) as file:
             return range_checksum(file, piece.offset, piece.bytes) == piece.digest
 

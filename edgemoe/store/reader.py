@@ -95,7 +95,7 @@ class ExpertStore:
         for again in reading.repeated(found):
             digests = await self._read_blocks(again)
             if again.fault(digests) is None:
-                reading.tell_damage(found, digests)
+                reading.log_damage(found, digests)
                 return
         reading.verify(found)
 
@@ -106,7 +106,7 @@ class ExpertStore:
         for again in reading.repeated(found):
             digests = again.try_blocks()
             if again.fault(digests) is None:
-                reading.tell_damage(found, digests)
+                reading.log_damage(found, digests)
                 return
         reading.verify(found)
 
@@ -193,11 +193,11 @@ class _Reading:
                 if copy.files[self.layer] is not None:
                     yield replace(self, copies=self.copies.only(copy), abandoned=False, came_from={})
 
-    def tell_damage(self, found: Digests, right: Digests) -> None:
-        """Names the copies whose blocks were wrong in the log."""
+    def log_damage(self, found: Digests, right: Digests) -> None:
+        """Logs the copies whose blocks were wrong."""
         for block, first, second in zip(blocks(self.entry.bytes), found, right, strict=False):
             if first != second and (copy := self.came_from.get(block.start)) is not None:
-                self.copies.tell_once(self._corrupt(copy, "another disk has it"))
+                self.copies.log_once(self._corrupt(copy, "another disk has it"))
 
     def verify(self, digests: Digests) -> None:
         """Raises the fault of the blocks, if there is one."""

@@ -1,4 +1,4 @@
-"""Prepares what an engine and `edgemoe plan` both need of a model: sizes that budgets go by, and linked kernels."""
+"""Finds a model's sizes, by which budgets are divided, and links its kernels: for an engine and for `edgemoe plan`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_every_encoding_of_the_choice_is_planned_and_larger_ones_lose_less(varia
 def test_a_model_that_fits_is_kept_as_it_is(variants: list[ModelVariant]) -> None:
     offer = chosen(variants, 4 * room_for(variants[0]))
     assert (offer.packing, offer.divergence, offer.misses(speed.USUAL)) == ("", 0.0, (0.0, 0.0))
-    assert "nothing is lost" in offer.told(speed.USUAL)
+    assert "nothing is lost" in offer.reason(speed.USUAL)
 
 
 def test_less_memory_takes_fewer_bits_and_never_more_misses_than_another(variants: list[ModelVariant]) -> None:

@@ -297,7 +297,7 @@ def test_a_waiting_request_is_offered_with_its_cached_part_s_signature(told: Exp
     assert world.machine.state_of("r") is RequestState.ASKING
     assert not world.all_of(events.SendOffer)
     for _ in range(2):
-        world.happen(events.CachedPartTold("r", told))
+        world.happen(events.CachedPartReported("r", told))
     assert [offer.signature for offer in world.all_of(events.SendOffer)] == [told]
 
 
@@ -319,7 +319,7 @@ def test_requests_that_end_during_the_question_are_not_offered_and_questions_are
     asked = world.all_of(events.AskCachedPart)
     assert (len(asked), len(world.all_of(events.SendOffer))) == (MAX_ASKING, 2)
     world.cancel("r0")
-    world.happen(events.CachedPartTold("r0", TABLE))
+    world.happen(events.CachedPartReported("r0", TABLE))
     assert len(world.all_of(events.SendOffer)) == 2
 
 
@@ -413,7 +413,7 @@ def test_another_boxs_load_is_its_report_plus_our_requests_since() -> None:
     world.accept("r", "s", "t")  # 2/4 here, 1/4 there
     assert [place for place, _, _ in world.submitted] == ["d:boot1", "boot1", "d:boot1"]
     world.loads["d"] = 3
-    world.happen(events.BeatTold("d", "d:boot1"))
+    world.happen(events.LoadReported("d", "d:boot1"))
     world.accept("u")
     assert world.submitted[-1][0] == "boot1"
 

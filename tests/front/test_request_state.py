@@ -183,7 +183,7 @@ class AnyOrder:
 
     def a_box_tells_its_load(self) -> None:
         if (node := self.node()) != OWN:
-            self.happen(events.BeatTold(node, self.world.engines[node].place))
+            self.happen(events.LoadReported(node, self.world.engines[node].place))
 
     def all_fail(self) -> None:
         if self.chance.random() < 0.1:

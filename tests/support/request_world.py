@@ -257,7 +257,7 @@ class World:
                 self.offers.pop(number, None)
                 self.granted.pop(number, None)
             case events.AskCachedPart(request):
-                self.bag.append(events.CachedPartTold(request.id, TABLE))
+                self.bag.append(events.CachedPartReported(request.id, TABLE))
             case events.SendFetch(place, message):
                 if (engine := self._engine(place)) is not None:
                     engine.fetches.add((message.request, message.attempt))

@@ -58,7 +58,7 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
             prompt_text,
             text.dialect,
             text.template_text,
-            body.goes_on,
+            body.continues_last,
             text.vocabulary.added,
         ),
         most_tool_calls,
@@ -133,14 +133,14 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
     history = text.dialect.history
     variables = _template_variables(body.chat_template_kwargs or {}, body.reasoning_effort, dict(history.efforts))
     shown, begin = tools_for_template(tools), body.add_generation_prompt is not False
-    if body.goes_on and body.add_generation_prompt:
+    if body.continues_last and body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
 
     def rendered(one_system: bool) -> str:
         assert text.template is not None
         messages = for_template(body.messages, history, text.template_text, one_system=one_system)
-        if not body.goes_on:
+        if not body.continues_last:
             return text.template.render(messages, shown, add_generation_prompt=begin, extra=variables)
         marked = [*messages[:-1], messages[-1] | {"content": _continued_text(messages[-1]) + CONTINUATION}]
         return _up_to_continuation(text.template.render(marked, shown, add_generation_prompt=False, extra=variables))

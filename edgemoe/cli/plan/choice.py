@@ -26,7 +26,7 @@ class EncodingOffer:
         from_disk = missed(self.in_ram, curve)
         return from_disk, max(0.0, missed(self.in_vram, curve) - from_disk) if self.in_vram else 0.0
 
-    def told(self, curve: str) -> str:
+    def reason(self, curve: str) -> str:
         """Returns the reason for this choice."""
         from_disk, from_ram = self.misses(curve)
         shares = [f"{self.in_vram:.0%} of the experts in VRAM"] if self.in_vram else []

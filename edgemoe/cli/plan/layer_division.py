@@ -51,7 +51,7 @@ class StagePlan:
     token_s: float = 0.0  # that a token takes longer, beside the latency of links
     latencies: int = 0  # of links, that a token waits for
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Returns the lines to print."""
         if not self.line:
             return [f"Layers divided over boxes (cluster.stages): {self.why}."]

@@ -245,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(_picture(subject, planner, forecasts, advice, alone, chosen))
         if args.boxes > 1 or forecasts[0].why:
-            print("\n".join(stages.told()))
+            print("\n".join(stages.lines()))
     return 0 if stages.line or any(not each.why for each in forecasts) else 1
 
 
@@ -268,7 +268,7 @@ def chosen_here(model: str, settings: Settings) -> tuple[EncodingOffer, str]:
     question = PlanOptions(subject.spec.context_tokens, 1, 1, 1, speed.USUAL)
     planner = Planner(question, settings, machine, MachineRates(0.0, 0.0, 0.0))
     chosen = choose(planner.offers(list(subject.variants(speed.ALL))), speed.USUAL)
-    return chosen, chosen.told(speed.USUAL)
+    return chosen, chosen.reason(speed.USUAL)
 
 
 def _measure(
@@ -397,7 +397,7 @@ def _picture(
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
         *_rows_lines(forecasts),
         *([compared(question, forecasts[0], alone)] if alone is not None else []),
-        *([f"--experts auto takes {chosen.told(question.curve)}."] if chosen is not None else []),
+        *([f"--experts auto takes {chosen.reason(question.curve)}."] if chosen is not None else []),
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
     ]
     return Group(table, "\n".join(lines))

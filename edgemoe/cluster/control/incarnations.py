@@ -32,7 +32,7 @@ class _Second:
 
 
 class Incarnations:
-    """Tells for each member the incarnation that is followed from others. Lives on one event loop."""
+    """Distinguishes each member's present incarnation from others that use its name. Lives on one event loop."""
 
     def __init__(self, node: str, members: ClusterMembers, clock: Callable[[], float]) -> None:
         self._node, self._members, self._clock = node, members, clock
@@ -41,7 +41,7 @@ class Incarnations:
         self._say = RateLimitedLog(log)
 
     def admit(self, member: Member, boot: str, host: str, announced: str = "") -> bool:
-        """Takes note of a message. Returns whether it comes from the incarnation that is followed."""
+        """Returns whether a message comes from the member's present incarnation, and records the sender."""
         if member.answering in ("", boot) or not member.up:
             return True
         node, now_s = member.peer.node, self._clock()

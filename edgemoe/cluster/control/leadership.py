@@ -106,7 +106,7 @@ class Election:
 
 
 class LeaderTracker:
-    """Knows the leader that this box follows: one that may lead, in an epoch not below the highest ever seen.
+    """Tracks the leader that this box follows: one that may lead, in an epoch not below the highest ever seen.
 
     `leader` is its node, perhaps this one; "" while there is none.
     """

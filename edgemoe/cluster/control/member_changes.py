@@ -99,7 +99,7 @@ class MemberChanges:
                 log.warning("a box that is cut off has lost its vote", extra={"node": node, "voters": said})
 
     def _allow_invited(self) -> None:
-        """Lets boxes with standing invitations ask, and the others no more."""
+        """Admits questions from boxes with standing invitations, and from no other strangers."""
         roster, now_s = self._state.roster, time.time()
         invited = roster.invited if roster is not None and not self._state.is_removed else ()
         standing = {each.node: each.key for each in invited if each.until_s > now_s}

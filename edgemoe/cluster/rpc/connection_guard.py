@@ -54,7 +54,7 @@ class ConnectionGuard:
         self._known: dict[int, _Connection] = {}
 
     def on_event(self, event: int, fd: int) -> None:
-        """Takes a connection event from ZeroMQ's monitor."""
+        """Updates the known connections by an event of ZeroMQ's monitor."""
         if event == zmq.EVENT_CONNECTED:
             self._known[fd] = _Connection(_inode(fd))
         elif event == zmq.EVENT_ACCEPTED:
@@ -80,7 +80,7 @@ class ConnectionGuard:
             known.read = received  # heartbeats too, which are never delivered
 
     def on_identified(self, fd: int, peer: str) -> None:
-        """Takes note that the connection has this peer's key."""
+        """Records the peer whose key the connection has."""
         if (known := self._known.get(fd)) is None:
             known = self._known[fd] = _Connection(_inode(fd), _host(fd))
         if known.peer != peer:

@@ -45,7 +45,7 @@ class CountedPairs(Protocol):
 
 
 class DeviceSpread:
-    """Looks at times which experts are better exchanged, on a thread of its own, and exchanges them between steps."""
+    """Plans exchanges of experts between devices on a thread of its own, and makes them between steps."""
 
     def __init__(
         self, residency: Residency, loader: ExpertLoader, geometry: ExpertGeometry, activity: CountedPairs
@@ -57,7 +57,7 @@ class DeviceSpread:
         self.moved = 0
 
     async def run(self) -> None:
-        """Looks every minute, until cancelled."""
+        """Plans moves every minute until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await asyncio.to_thread(self.plan_moves)
@@ -127,7 +127,7 @@ TRIES = 8  # extents at a look, where some are in use
 
 
 class Rebalancing:
-    """Looks at the classes' shares of each tier. Used on the compute thread, where nothing is pinned for a step."""
+    """Adapts the shares of size classes in each tier, on the compute thread while no step has pinned experts."""
 
     def __init__(self, residency: Residency, computes: Sequence[ExpertCompute] = ()) -> None:
         """Takes the `computes` of the residency's devices, if it has any."""
@@ -138,7 +138,7 @@ class Rebalancing:
         self._keys = residency.ram.layout.classes.keys(residency.ram.experts)  # of the experts of each class
 
     def on_step_ended(self) -> None:
-        """Looks every few steps, and moves one extent of each tier at most."""
+        """Compares the shares every few steps, and moves at most one extent of each tier."""
         if len(self._keys) == 1:
             return
         self._steps += 1

@@ -114,7 +114,7 @@ class TieredExperts:
         return self._computes[0].slots(self.residency.tops[0].where, self.residency.ram.where)
 
     def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
-        """Takes note of a step computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
+        """Records a step computed by `places` or `slots`: `ids` and `weights` [L, T, k], of all layers."""
         if self._step is not None:
             self._step.ids[:], self._step.weights[:] = ids.numpy(), weights.numpy()
         if self._has_all:
@@ -422,7 +422,7 @@ TIERS, NEAR = tuple(Tier), PrefetchPriority.NEAR  # to ask an enumeration for a 
 
 
 class PrefetchRequester:
-    """Knows the prefetch requests of each priority that the loader has at present. Compute thread only."""
+    """Requests prefetches of the experts that are likely to be needed, and withdraws them. Compute thread only."""
 
     def __init__(self, residency: Residency, loader: ExpertLoader, top_k: int) -> None:
         self._residency, self._loader = residency, loader

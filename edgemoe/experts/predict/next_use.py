@@ -238,7 +238,7 @@ class NextUsePredictor:
     # --- for the thread beside it
 
     def work(self, wait_s: float = 0.0) -> bool:
-        """Looks at the running step, finishes it when it has ended, and looks at the next one. Then True.
+        """Predicts for the running step, finishes it when it has ended, and begins with the next one. Then True.
 
         False where it has not ended after `wait_s`, or `stop` or `wake` came.
         """
@@ -289,7 +289,7 @@ class NextUsePredictor:
 
     @property
     def looking(self) -> int:
-        """Looks that the running step gets."""
+        """Returns how often the running step is predicted for."""
         return int(self._view[PLACES["looking"]])
 
     @property

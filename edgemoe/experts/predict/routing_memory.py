@@ -236,7 +236,7 @@ def _update_past_tokens(
     utility: npt.NDArray[np.uint8],
     experts: int,
 ) -> None:
-    """Tells a sequence's earlier tokens, from the latest backwards, which experts were needed now."""
+    """Credits the experts needed now to a sequence's earlier tokens, from the latest backwards."""
     for layer in range(words.shape[0]):
         for word in range(words.shape[1]):
             bits = words[layer, word]

@@ -103,11 +103,13 @@ class TwoTierPolicy:
             self._ahead = None
             self._request(plan=False)
             return
-        if (told := self._told()) is not None:
-            self.mix.learn(self._began, told[THIS_STEP], self._needed, THIS_STEP)
+        if (forecast := self._current_forecast()) is not None:
+            self.mix.learn(self._began, forecast[THIS_STEP], self._needed, THIS_STEP)
         if self._ahead is not None:
             self.mix.learn(*self._ahead, self._needed, NEXT_STEP)
-        self._ahead = None if told is None or len(told) == 1 else _Forecast(self._ewma.p.copy(), told[NEXT_STEP])
+        self._ahead = (
+            None if forecast is None or len(forecast) == 1 else _Forecast(self._ewma.p.copy(), forecast[NEXT_STEP])
+        )
         self._request(plan=True)
 
     def _request(self, *, plan: bool) -> None:
@@ -134,14 +136,14 @@ class TwoTierPolicy:
             )
         self._pinned = pinned
 
-    def _told(self) -> FloatArray | None:
+    def _current_forecast(self) -> FloatArray | None:
         """Returns ScoutGate's forecasts of this step, [horizons, L, E]; None where there are none yet."""
         forecast = self._forecaster.forecast if self._forecaster is not None else None
         return forecast.probs if forecast is not None and forecast.step == self._step else None
 
     def _fused(self, horizon: int) -> FloatArray:
         """Returns (1 - eta) EWMA + eta ScoutGate, [L, E]."""
-        told = self._told()
-        if self._forecaster is None or told is None or len(told) <= horizon:
+        forecast = self._current_forecast()
+        if self._forecaster is None or forecast is None or len(forecast) <= horizon:
             return self._ewma.p
-        return self.mix.fuse(self._ewma.p, told[horizon], horizon, self._forecaster.trust)
+        return self.mix.fuse(self._ewma.p, forecast[horizon], horizon, self._forecaster.trust)

@@ -1,4 +1,4 @@
-"""Knows which tier holds each expert, and moves experts between RAM, the devices and NVMe.
+"""Tracks which tier holds each expert, and moves experts between RAM, the devices and NVMe.
 
 Each change is one compiled operation; see `residency_ops` for the lock. A `SlotTransfer` is handed out when it can
 start. When it has ended, every thread that waits for it receives it.

@@ -121,7 +121,7 @@ class LinkPrefetcher:
             queue.extend(moves)
 
     def start(self) -> None:
-        """Begins the request that pays now, and gives up the prefetch for a layer that runs without it."""
+        """Begins the request that is worth its time now. Cancels prefetches for a layer that already runs."""
         if self._near is None and not self._others and not any(self._queues):
             return
         with self._lock:

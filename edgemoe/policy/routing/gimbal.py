@@ -42,7 +42,7 @@ class UserPlaces:
         return place if now_s - when_s <= self._affinity_s else ""
 
     def note(self, user: str, place: str, now_s: float) -> None:
-        """Takes note that a request of the user goes there."""
+        """Remembers the engine to which a request of the user goes."""
         if not user:
             return
         self._known[user] = place, now_s

@@ -159,7 +159,7 @@ class StepTimes:
         self._sums = np.zeros(5)  # weight, x, y, x * x, x * y of means of experts x and seconds y
 
     def update_totals(self, steps: float, seconds: float, experts: float) -> None:
-        """Takes counts since the start."""
+        """Updates the measured step times from the engine's counts since its start."""
         now = np.array([steps, seconds, experts])
         count, took, loaded = now - self._last
         if count > 0:

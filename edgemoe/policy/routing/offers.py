@@ -179,7 +179,7 @@ class RecentDispatches:
         self._views: dict[str, RoutingTarget] = {}  # of engines of which nothing has changed since they were asked for
 
     def on_engine_view(self, view: RoutingTarget) -> None:
-        """Takes a report; its `reported_s` is when it came."""
+        """Keeps an engine's latest report, which arrived at `reported_s`."""
         self._reports[view.place] = view
         self._views.pop(view.place, None)
         since = self._since.setdefault(view.place, {})
@@ -193,19 +193,19 @@ class RecentDispatches:
         self._views.pop(place, None)
 
     def withdraw(self, request: str) -> None:
-        """Counts no longer a request that was turned away, or has ended."""
+        """Stops counting a request that was turned away, or has ended."""
         for place, since in self._since.items():
             if since.pop(request, None) is not None:
                 self._views.pop(place, None)
 
     def forget(self, place: str) -> None:
-        """Knows no longer of an engine that is gone."""
+        """Forgets an engine that is gone."""
         self._reports.pop(place, None)
         self._since.pop(place, None)
         self._views.pop(place, None)
 
     def views(self) -> list[RoutingTarget]:
-        """Returns how every engine is thought to be now, in order of their names."""
+        """Returns the estimated present load of every engine, in order of their names."""
         return [self._view(place) for place in sorted(self._reports)]
 
     def _view(self, place: str) -> RoutingTarget:

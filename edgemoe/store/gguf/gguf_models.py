@@ -1,4 +1,4 @@
-"""Tells config.json of a GGUF's metadata, and where it has the tensors of each family.
+"""Derives config.json from a GGUF's metadata, and names its tensors for each family.
 
 GGUF's architectures and keys are mapped to transformers' names. Constants of a family that no file states stand here,
 such as qwen3moe's renormalised gates. Sources: gguf-py's constants, llama.cpp's models.
