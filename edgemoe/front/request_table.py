@@ -17,12 +17,11 @@ import msgspec
 
 from edgemoe.config.settings import Route
 from edgemoe.errors import InvalidRequest, QueueFull
+from edgemoe.front.request_attempts import MOST_EVASIONS, AttemptHistory, RequestPace
 from edgemoe.front.request_events import RequestInstruction, SendCancel, SendOffer, SendWithdrawal
-from edgemoe.front.request_pace import MOST_EVASIONS, RequestPace
 from edgemoe.front.request_quarantine import RequestQuarantine
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
-from edgemoe.policy.blame import AttemptHistory
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
 from edgemoe.types.principal import Identity

@@ -12,11 +12,11 @@ import pytest
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError, RequestQuarantined
+from edgemoe.front.request_attempts import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.front.request_events import EnginesChanged, SubmitRefused, TimePassed, TokensEmitted
 from edgemoe.front.request_router import ClientSubmission, RequestRouter
 from edgemoe.front.request_state import PATIENCE_S
 from edgemoe.ipc.messages import Cancel, Submit, ToEngine
-from edgemoe.policy.blame import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.types.request import Emission, Request, Sampling
 
 

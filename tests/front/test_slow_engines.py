@@ -7,7 +7,7 @@ from support.request_world import OWN, World
 
 from edgemoe.front import request_events as events
 from edgemoe.front.engine_meter import STALE_S, UNUSUAL, EnginePace
-from edgemoe.front.request_pace import MOST_EVASIONS, SLOW_WINDOWS, WINDOW_S
+from edgemoe.front.request_attempts import MOST_EVASIONS, SLOW_WINDOWS, WINDOW_S
 from edgemoe.front.request_table import RequestState
 from edgemoe.telemetry import metrics as names
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,15 +27,12 @@ SAMPLE = 96  # experts learned from in a step
 SURE = np.float32(1e-5)  # no worth is nearer to 0 or 1
 
 
-class ExpertForecast(Protocol):
-    """P(some sequence of the batch needs the expert): `probs` [horizons, L, E], this step's and the next one's."""
+@dataclass(frozen=True, slots=True)
+class ExpertForecast:
+    """P(some decoding sequence needs the expert) in the step that was begun, horizon 0, and in later ones."""
 
-    @property
-    def step(self) -> int:
-        """The step that it was made for."""
-
-    @property
-    def probs(self) -> FloatArray: ...
+    step: int
+    probs: FloatArray  # [horizons, L, E]
 
 
 class Forecaster(Protocol):

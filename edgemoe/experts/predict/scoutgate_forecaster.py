@@ -23,6 +23,7 @@ import torch
 
 from edgemoe.durable import replace_file
 from edgemoe.errors import ConfigError
+from edgemoe.experts.predict.forecast_blend import ExpertForecast
 from edgemoe.experts.predict.scoutgate_model import ScoutGateExport, its_and_ours, promised_loss, read_export
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
@@ -182,14 +183,6 @@ SAVE_S = 60.0  # between two times that the score is kept
 TRACKS = 4096  # sequences whose last tokens are kept
 
 
-@dataclass(frozen=True, slots=True)
-class ScoutGateForecast:
-    """P(some decoding sequence needs the expert): `probs` [horizons, L, E]; horizon 0 is the step that was begun."""
-
-    step: int
-    probs: FloatArray
-
-
 def read_fitting_export(
     directory: Path, served: ServedModel, tokenizer: str, embedding: TokenEmbedding
 ) -> ScoutGateExport:
@@ -235,7 +228,7 @@ class ScoutGateForecaster:
 
         `clock` is the thread's processor time. `state_file` keeps the scores of forecasts, every minute and at the end.
         """
-        self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
+        self.forecast: ExpertForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
         self.left_out = 0  # forecasts that were not made because the thread's time was spent
         self.loads, self.refused = 0, 0  # exports
@@ -397,7 +390,7 @@ class ScoutGateForecaster:
             return
         probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
         self._latest = step, decoding, probs
-        self.forecast = ScoutGateForecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
+        self.forecast = ExpertForecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
         self._seconds.append(time.perf_counter() - began)
 
     def _append_accepted(self, meta: StepMeta, window: int) -> None:

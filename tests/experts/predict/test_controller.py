@@ -17,12 +17,11 @@ from support.waiting import wait_until
 from edgemoe.experts.predict import controller as module
 from edgemoe.experts.predict import predictive_policy as foresight
 from edgemoe.experts.predict.controller import PredictionController, PredictorFiles
-from edgemoe.experts.predict.forecast_blend import NEXT_LAYER
+from edgemoe.experts.predict.forecast_blend import NEXT_LAYER, ExpertForecast
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.predictive_policy import LearnedPolicy
 from edgemoe.experts.predict.prefetch_planner import LEAST_CHANCE, MOST_MOVES, WINDOW, PrefetchPlanner
 from edgemoe.experts.predict.routing_memory import LOOKS
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
 from edgemoe.telemetry import metrics as names
@@ -99,7 +98,7 @@ class Oracle:
         probs = np.full((2, L, E), 0.01, np.float32)
         for layer in range(L):
             probs[:, layer, ids[layer]] = 0.99
-        self.forecast: ScoutGateForecast | None = None
+        self.forecast: ExpertForecast | None = None
         self.trust, self.probs = trust, probs
 
     def set_needed(self, ids: Ids) -> None:
@@ -110,7 +109,7 @@ class Oracle:
             self.probs[0, layer, ids[layer]] = 0.99
 
     def forecast_at(self, step: int) -> None:
-        self.forecast = ScoutGateForecast(step, self.probs)
+        self.forecast = ExpertForecast(step, self.probs)
 
 
 class Loader:

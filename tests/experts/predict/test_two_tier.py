@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
+from edgemoe.experts.predict.forecast_blend import ExpertForecast
 from edgemoe.experts.predict.two_tier import TwoTierPolicy
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import PrefetchPriority, SlotPool
@@ -44,7 +44,7 @@ class Knowing:
         probs = np.full((2, L, E), 0.01, np.float32)
         for layer in range(L):
             probs[:, layer, ALWAYS[layer]] = 0.99
-        self.probs, self.forecast = probs, ScoutGateForecast(0, probs)
+        self.probs, self.forecast = probs, ExpertForecast(0, probs)
 
 
 def meta(decode: bool = True) -> StepMeta:
@@ -54,7 +54,7 @@ def meta(decode: bool = True) -> StepMeta:
 def step(rules: TwoTierPolicy, needs: IntArray = ALWAYS, knowing: Knowing | None = None) -> None:
     rules.on_step_begun(meta())
     if knowing is not None:
-        knowing.forecast = ScoutGateForecast(knowing.forecast.step + 1, knowing.probs)
+        knowing.forecast = ExpertForecast(knowing.forecast.step + 1, knowing.probs)
     for layer in range(L):
         rules.touch(layer, needs[layer])
     rules.observe(routing())
