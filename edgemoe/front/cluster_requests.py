@@ -183,7 +183,7 @@ class ClusterRequests:
         return self.pace.is_usual(time.monotonic()) and self.meter.starts_at_once(request)
 
     def knows_prompt(self, request: Request) -> bool:
-        return self.meter.knows(self.keys.cached(request))
+        return self.meter.remembers(self.keys.cached(request))
 
     def may_have_cached(self, request: Request) -> bool:
         return self.meter.begins_like(self.keys.cached(request))

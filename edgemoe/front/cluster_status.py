@@ -185,7 +185,7 @@ def _member(plane: ControlPlane, member: Member, link: PeerLinkMeasured | None) 
     node = member.peer.node
     return _box(node, state_of(plane.state.members, member), member.announcement, plane.state.plans) | {
         "address": member.peer.address or (member.announcement.address if member.announcement else ""),
-        "why": member.refusal or plane.state.incarnations.why(node),
+        "why": member.refusal or plane.state.incarnations.finding(node),
         "gone_s": plane.state.members.absent_s(node),
         "requests": member.beat.requests,
         "latency_s": link.latency_s if link is not None else None,

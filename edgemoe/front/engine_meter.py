@@ -117,7 +117,7 @@ class LocalLoad:
         reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
-    def knows(self, prefix: bytes) -> bool:
+    def remembers(self, prefix: bytes) -> bool:
         """Returns whether the engine has had half of a prompt's whole pieces or more, as far as is remembered."""
         keys = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
         return 2 * sum(key in self._prefixes for key in keys) >= len(keys)

@@ -231,7 +231,7 @@ class EngineProcess:
             return f"its step has come no further for {self.stats.step_s:.0f} s"
         return ""
 
-    async def ended(self) -> ProcessDeath:
+    async def wait_for_end(self) -> ProcessDeath:
         """Waits for the process to end. Returns its death."""
         code = await self.process.wait()
         if code > 0 and self.failed is None:  # its last messages may be on their way
@@ -294,7 +294,7 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def gone(self, within_s: float) -> bool:
+    async def wait_killed(self, within_s: float) -> bool:
         """Waits for a killed process to end. Returns whether it has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):

@@ -119,7 +119,7 @@ class ProcessDeath:
     fatal: bool = False  # an error of edgemoe's own with its remedy; another start would fail alike
 
     @property
-    def said(self) -> str:
+    def cause(self) -> str:
         """Returns the cause of death with the phase of loading, if any."""
         return f"{self.how} (in the phase {self.phase})" if self.phase and not self.fatal else self.how
 
@@ -158,7 +158,7 @@ class FailedStarts:
         """Returns the reason why no start is tried: the last death and its remedy."""
         last, times = self._deaths[-1], len(self._deaths)
         often = "" if times == 1 else f", {times} times"
-        said = f"the engine cannot start: {last.said}{often}"
+        said = f"the engine cannot start: {last.cause}{often}"
         if last.lines and not last.fatal:
             said += f"; its last lines: {' | '.join(last.lines)}"
         return f"{said}. {_sentence(last.remedy)}{AGAIN}"

@@ -63,7 +63,7 @@ class ModelHost:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
-    def can_go(self) -> bool:
+    def is_unloadable(self) -> bool:
         """Returns whether it may be unloaded now."""
         return not self.served.is_pinned and self.supervisor.is_idle and not self.uses
 
@@ -167,7 +167,7 @@ class EngineTurns:
             if name in self._hosts:  # else it is being ended
                 self.spawn(self._hosts[name].supervisor.unload())
         if gone is None and time.monotonic() - host.began_s > PATIENCE_S:
-            unpinned = [replace(one, can_go=not one.is_pinned and one.name in self._hosts) for one in holders]
+            unpinned = [replace(one, is_unloadable=not one.is_pinned and one.name in self._hosts) for one in holders]
             for name in models_to_unload(memory, self._of_all(), unpinned) or ():
                 self._hosts[name].yields = True
 
@@ -178,7 +178,7 @@ class EngineTurns:
                 host.name,
                 host.memory,
                 -math.inf if host.supervisor.is_unloading else host.used_s,
-                can_go=host.can_go or host.supervisor.is_unloading,
+                is_unloadable=host.is_unloadable or host.supervisor.is_unloading,
                 is_pinned=host.served.is_pinned and host not in self._leaving,
             )
             for host in (*self._hosts.values(), *self._leaving)

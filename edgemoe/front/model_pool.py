@@ -249,7 +249,7 @@ class ModelPool:
 
     def _use(self, host: ModelHost) -> dict[str, Any]:
         figures = host.supervisor.engine_metrics()
-        idle_s = time.monotonic() - host.used_s if host.can_go else 0.0
+        idle_s = time.monotonic() - host.used_s if host.is_unloadable else 0.0
         return {
             "ram_bytes": int(figures.get(names.named(names.TIER_BYTES, tier="ram"), 0)),
             "vram_bytes": int(figures.get(names.named(names.TIER_BYTES, tier="vram"), 0)),
@@ -332,7 +332,7 @@ class ModelPool:
     async def _unload_stale(self) -> None:
         """Unloads models that were idle for too long, and closes the resources of models that are not loaded."""
         for host in list(self.hosts.values()):
-            if host.can_go and time.monotonic() - host.used_s >= host.idle_s:
+            if host.is_unloadable and time.monotonic() - host.used_s >= host.idle_s:
                 host.keep_s = None
                 self._turns.spawn(host.supervisor.unload())
             elif (
@@ -390,7 +390,7 @@ class ModelPool:
         if served is not None and served.engine == host.served.engine:
             host.served = served
             if served.is_pinned:
-                host.supervisor.want()
+                host.supervisor.request_load()
             return
         del self.hosts[name]
         self._leaving.append(host)

@@ -138,7 +138,7 @@ class RequestStateMachine(RequestTable):
                 record.attempts.end_with_engine(alone=counts[record.place] == 1)
                 is_resubmission = True
             if record.place or record.state is RequestState.SUSPECT:
-                self._go(record, RequestState.QUEUED)
+                self._set_state(record, RequestState.QUEUED)
             self._on_trial = "" if record.id == self._on_trial else self._on_trial
         for record in lost:
             if record.state is not RequestState.DONE and not record.attempts.allowed:
@@ -186,7 +186,7 @@ class RequestStateMachine(RequestTable):
             self._requeue(record)
         else:  # the next EnginesChanged routes it: this box's engine would refuse it again now
             record.attempts.take_back()
-            self._go(record, RequestState.QUEUED)
+            self._set_state(record, RequestState.QUEUED)
 
     def _on_forgotten(self, event: events.RequestsForgotten) -> None:
         lost = [self._current(*each) for each in event.requests]
@@ -206,7 +206,7 @@ class RequestStateMachine(RequestTable):
             self._blame(record)
             return
         if self._on_trial not in ("", record.id) and self._now() < self._trial_s + PATIENCE_S:
-            self._go(record, RequestState.HELD)
+            self._set_state(record, RequestState.HELD)
             return
         sampling, own = record.request.sampling, self.surroundings.own_place()
         stays = sampling.prompt_logprobs is not None and not record.emitted and bool(own)  # they may be megabytes
@@ -231,7 +231,7 @@ class RequestStateMachine(RequestTable):
         record.pace.restart()
         if only_prefills:
             record.move = PrefillMove(record.request.prompt + tuple(record.emitted))
-        self._go(record, RequestState.PREFILLING if only_prefills else RequestState.RUNNING, place)
+        self._set_state(record, RequestState.PREFILLING if only_prefills else RequestState.RUNNING, place)
         self.routed["elsewhere" if node_of(place) else "here", decision.why] += 1
         message = record.submit_message(self._now(), hand_over=only_prefills, signature=learns and self.uses_signatures)
         self._todo.append(events.SendSubmit(place, message, decision.offer))
@@ -272,10 +272,10 @@ class RequestStateMachine(RequestTable):
         self.offered += 1
         asks = self.uses_signatures and not at_once and bool(own) and self._in[RequestState.ASKING] < MAX_ASKING
         if asks and around.may_have_cached(request):
-            self._go(record, RequestState.ASKING)
+            self._set_state(record, RequestState.ASKING)
             self._todo.append(events.AskCachedPart(request))
         else:
-            self._go(record, RequestState.OFFERED)
+            self._set_state(record, RequestState.OFFERED)
             self._send_offer(record, record.offer)
         return None
 
@@ -292,7 +292,7 @@ class RequestStateMachine(RequestTable):
 
     def _end_offer(self, record: RequestRecord, offer: OpenOffer, why: str) -> None:
         """Withdraws an offer and routes its request without the leader."""
-        self._go(record, RequestState.QUEUED)
+        self._set_state(record, RequestState.QUEUED)
         offer.closed = why
         self._route(record)
 
@@ -303,7 +303,7 @@ class RequestStateMachine(RequestTable):
         if offer.leadership != self.surroundings.leadership:
             self._end_offer(record, offer, "no leader")
         else:
-            self._go(record, RequestState.OFFERED)
+            self._set_state(record, RequestState.OFFERED)
             self._send_offer(record, offer, event.signature)
 
     def _on_answered(self, event: events.OfferAnswered) -> None:
@@ -335,7 +335,7 @@ class RequestStateMachine(RequestTable):
         else:
             self.granted += 1
             offer.place, offer.why = place, why
-            self._go(record, RequestState.QUEUED)
+            self._set_state(record, RequestState.QUEUED)
             self._route(record)
 
     # --- from an engine that prefills to one that decodes -----------------------------------------------------
@@ -346,7 +346,7 @@ class RequestStateMachine(RequestTable):
             return
         assert record.move is not None
         record.move.signature = event.signature
-        self._go(record, RequestState.CHOOSING)
+        self._set_state(record, RequestState.CHOOSING)
         self._ask_for_target(record, record.move)
 
     def _ask_for_target(self, record: RequestRecord, move: PrefillMove) -> None:
@@ -376,7 +376,7 @@ class RequestStateMachine(RequestTable):
             return
         now_s = self._now()
         remaining_s = max(0.0, min(FETCH_S, record.deadline_s - now_s))
-        self._go(record, RequestState.FETCHING)
+        self._set_state(record, RequestState.FETCHING)
         move.target, move.until_s = target, now_s + remaining_s + ANSWER_S
         node = node_of(record.place) or self.surroundings.node
         self._todo.append(events.SendFetch(target, record.fetch_message(move, node, remaining_s)))
@@ -407,7 +407,7 @@ class RequestStateMachine(RequestTable):
         assert move is not None
         log.info("KV blocks were not fetched", extra={"from": record.place, "to": move.target, "why": why})
         move.failed.append(move.target)
-        self._go(record, RequestState.CHOOSING)
+        self._set_state(record, RequestState.CHOOSING)
         if len(move.failed) < MAX_TARGETS:
             self._ask_for_target(record, move)
         else:
@@ -425,7 +425,7 @@ class RequestStateMachine(RequestTable):
         """Ends an attempt though its engine lives, and routes the request again."""
         if is_started:
             record.attempts.take_back()
-        self._go(record, RequestState.QUEUED)
+        self._set_state(record, RequestState.QUEUED)
         self._route(record)
 
     def _evade(self, record: RequestRecord, why: str) -> None:
@@ -487,7 +487,7 @@ class RequestStateMachine(RequestTable):
             self._on_trial, self._trial_s = "", now_s
         for held in [each for each in self._live.values() if each.state is RequestState.HELD]:
             if held.state is RequestState.HELD:
-                self._go(held, RequestState.QUEUED)
+                self._set_state(held, RequestState.QUEUED)
                 self._route(held)
         while self._suspects and not self._on_trial:
             record = next(iter(self._suspects.values()))
@@ -495,5 +495,5 @@ class RequestStateMachine(RequestTable):
                 if len(self._live) > self._at[""] and now_s < self._trial_s + PATIENCE_S:
                     return
                 self._on_trial, self._trial_s = record.id, now_s
-            self._go(record, RequestState.QUEUED)
+            self._set_state(record, RequestState.QUEUED)
             self._route(record)

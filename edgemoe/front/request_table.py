@@ -383,12 +383,12 @@ class RequestTable:
         self._in[record.state] += 1
 
     def _remove(self, record: RequestRecord) -> None:
-        self._go(record, RequestState.DONE)
+        self._set_state(record, RequestState.DONE)
         del self._live[record.id]
         self._at[""] -= 1
         del self._in[RequestState.DONE]
 
-    def _go(self, record: RequestRecord, state: RequestState, place: str = "") -> None:
+    def _set_state(self, record: RequestRecord, state: RequestState, place: str = "") -> None:
         """Moves a request into another state, and undoes the effects of the state that it leaves.
 
         `place` is the engine that has it now; by default that stays the same as long as an engine has it.
@@ -491,9 +491,9 @@ class RequestTable:
         suspects = [record for record in waiting if record.attempts.suspect]
         for record in sorted(suspects, key=lambda record: record.attempts.allowed):
             if record.state is RequestState.HELD:
-                self._go(record, RequestState.QUEUED)
-            self._go(record, RequestState.SUSPECT)
+                self._set_state(record, RequestState.QUEUED)
+            self._set_state(record, RequestState.SUSPECT)
 
     def _stay(self, record: RequestRecord) -> None:
         log.info("a request stays where it was prefilled", extra={"place": record.place})
-        self._go(record, RequestState.RUNNING)
+        self._set_state(record, RequestState.RUNNING)

@@ -107,7 +107,7 @@ class Supervisor:
 
         Waits for the first engine. Raises EngineUnavailable if its start makes no progress for `api.request_timeout_s`.
         """
-        self.want()
+        self.request_load()
         clock = asyncio.get_running_loop().time
         began_s = clock()
         while self._served is None:
@@ -128,7 +128,7 @@ class Supervisor:
             return waits.still_s
         return math.inf if self._connection.engine is None else self._connection.engine.still_s
 
-    def want(self) -> None:
+    def request_load(self) -> None:
         """Loads the model where it is not loaded."""
         if not self._wanted.is_set():
             self._wanted.set()
@@ -177,7 +177,7 @@ class Supervisor:
         self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING
     ) -> AbstractContextManager[ClientSubmission]:
         """Accepts requests as RequestRouter.open does."""
-        self.want()
+        self.request_load()
         return self.requests.open(requests, timeout_s, emitted)
 
     def snapshots(self) -> Sequence[BoxSnapshot]:
@@ -270,7 +270,7 @@ class Supervisor:
             if self._unloading:
                 self._forget_engine()
                 continue
-            self.why = death.said
+            self.why = death.cause
             if not self._stopping:
                 log.error("engine ended", extra={"why": self.why, "live": len(self.requests)})
                 await self._after(death)
@@ -367,7 +367,7 @@ class Supervisor:
             self._connection.engine = None
             return ProcessDeath("spawn", f"it cannot be started: {error}", "start")
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
-        ended = asyncio.ensure_future(engine.ended())
+        ended = asyncio.ensure_future(engine.wait_for_end())
         try:
             while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
                 why = engine.hang_reason()
@@ -383,7 +383,7 @@ class Supervisor:
             if self._state == "ready":
                 self._change("loading")
             self._engine_changed()
-            while not await engine.gone(LOOK_S):
+            while not await engine.wait_killed(LOOK_S):
                 self.requests.handle(TimePassed())
 
     async def _after(self, death: ProcessDeath) -> None:
@@ -414,7 +414,7 @@ class Supervisor:
         Raises ServiceError if the death is fatal and the daemon runs by hand.
         """
         if death.fatal and self.ends_when_fatal:
-            raise ServiceError(f"the engine cannot start: {death.said}")
+            raise ServiceError(f"the engine cannot start: {death.cause}")
         self._cannot_start, reason = self._failed_starts, self._failed_starts.reason
         log.error(reason)
         error = EngineUnavailable(reason, code="engine_failed", retry_after_s=CANNOT_START_S)

@@ -29,7 +29,7 @@ class MemoryHolder:
     name: str
     memory: ModelMemory
     used_s: float  # when a request last used it
-    can_go: bool  # it is idle, and not pinned
+    is_unloadable: bool  # it is idle, and not pinned
     is_pinned: bool = False
 
 
@@ -47,7 +47,7 @@ def models_to_unload(wanted: ModelMemory, room: ModelMemory, holders: Sequence[M
     Returns None where it does not fit even without all models that can go.
     """
     kept, gone = list(holders), list[MemoryHolder]()
-    for holder in sorted((holder for holder in holders if holder.can_go), key=lambda holder: holder.used_s):
+    for holder in sorted((holder for holder in holders if holder.is_unloadable), key=lambda holder: holder.used_s):
         if room.holds(total_of(kept).plus(wanted)):
             break
         kept.remove(holder)

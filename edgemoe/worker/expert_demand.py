@@ -64,7 +64,7 @@ class ExpertDemandReporter:
         self._times = StepTimes()
         self._said: ExpertDemand | None = None
 
-    def want(self, message: Submit) -> None:
+    def register(self, message: Submit) -> None:
         """Registers a request whose front asks for its prompt's signature."""
         if message.signature:
             self._wanted[message.request.id, message.attempt] = True

@@ -41,7 +41,7 @@ class LastChunkNotifier:
         """Posts messages by `post` from now on, with signatures by `signature_of`."""
         self._post, self._signature_of = post, signature_of
 
-    def want(self, message: Submit) -> None:
+    def register(self, message: Submit) -> None:
         """Registers a request whose front asks for the end of its prefill."""
         if message.hand_over:
             last = len(message.request.prompt) + len(message.emitted) - 1

@@ -264,9 +264,9 @@ class Worker:
         match message:
             case Submit():
                 if assembly.sharing is not None:
-                    assembly.sharing.last_chunks.want(message)
+                    assembly.sharing.last_chunks.register(message)
                 if self._side is not None:
-                    self._side.demand.want(message)
+                    self._side.demand.register(message)
                 if self._disk is not None:
                     self._disk.accept(message)
                 else:

@@ -60,7 +60,7 @@ def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces()
     engine = Engine()
 
     def known(tokens: int, first: int = 0) -> bool:
-        return engine.meter.knows(engine.keys.prefix(request(tokens, first)))
+        return engine.meter.remembers(engine.keys.prefix(request(tokens, first)))
 
     assert known(PREFIX_TOKENS - 1), "there is nothing that another could know"
     assert not known(PREFIX_TOKENS)
@@ -88,7 +88,7 @@ def test_an_engine_that_keeps_no_prompts_offers_no_keys_and_needs_no_others_word
     meter.note(Submit(request=prompt, attempt=1))
     assert meter.report(LoadReport()).prefixes == b""
     assert keys.cached(prompt) == b""
-    assert meter.knows(keys.cached(prompt))
+    assert meter.remembers(keys.cached(prompt))
     assert len(keys.prefix(prompt)) == 3 * 8  # by which fronts recognise prompts
 
 

@@ -22,7 +22,7 @@ ASK = (
     "import llvmlite.binding as llvm\n"
     "ours = llvm.parse_assembly(make_pack_all(True).compiled.inspect_llvm())\n"
     "code = TARGET.machine_code().emit_assembly(ours)\n"
-    "print(LANES, PAIRS, [each.name for each in EVERY if each.here], 'zmm' in code, 'ymm' in code)\n"
+    "print(LANES, PAIRS, [each.name for each in EVERY if each.is_available], 'zmm' in code, 'ymm' in code)\n"
 )
 MULTIPLY = (
     "import numpy as np\n"

@@ -40,7 +40,7 @@ ROW_KERNELS = KERNELS.with_name("rows")  # apart from the engines' cache, which 
 COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
 BY_NAME = {"ids": lambda each: each.name}
 IN_GATE = [INT8, INT4, MXFP4, FP8, Q4_K, Q6_K, IQ4_NL, Z4_128, A8_64]  # one of each way of reading codes and factors
-each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
+each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.is_available], **BY_NAME)
 each_scaled = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, FP8, *AFFINE], IN_GATE), **BY_NAME)
 each_whole = pytest.mark.parametrize("encoding", in_gate([INT8, INT4, MXFP4, *AFFINE], IN_GATE), **BY_NAME)
 # Products with bytes read codes as the others do: fewer encodings show them, for each takes three seconds to compile.
@@ -138,7 +138,7 @@ def test_whole_activations_equal_numpy(encoding: Encoding, columns: int) -> None
     plain = unpack(weights, encoding, columns).astype(np.float64).reshape(ROWS, -1, 32)
     scales = (largest / np.float32(32512)).astype(np.float64)
     expected = np.einsum("tgk,rgk,tg->tr", codes, plain, scales)
-    instructions = next(each for each in EVERY if each.here)
+    instructions = next(each for each in EVERY if each.is_available)
     rows = _linked(make_encoded_rows, encoding, instructions, WORDS)
     got = _multiply(rows, weights, _packed(x, _pack_whole(encoding, instructions)), np.arange(TOKENS))
     bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
@@ -152,7 +152,7 @@ def test_float_activations_give_the_same_bits_by_all_instructions_and_in_any_bat
 ) -> None:
     x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
     weights, first = pack(_weights(columns), encoding), None
-    for each in (each for each in EVERY if each.here):
+    for each in (each for each in EVERY if each.is_available):
         rows, packed = _linked(make_encoded_rows, encoding, each, FLOATS), _packed(x, pack_floats)
         together = _multiply(rows, weights, packed, np.arange(TOKENS))
         first = together if first is None else first
@@ -170,7 +170,7 @@ def test_whole_activations_give_the_same_bits_by_all_instructions_and_in_any_bat
 ) -> None:
     x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
     weights, first = pack(_weights(columns), encoding), None
-    for each in (each for each in EVERY if each.here):
+    for each in (each for each in EVERY if each.is_available):
         rows, packed = _linked(make_encoded_rows, encoding, each, WORDS), _packed(x, _pack_whole(encoding, each))
         together = _multiply(rows, weights, packed, np.arange(TOKENS))
         first = together if first is None else first
@@ -193,7 +193,7 @@ def test_byte_activations_equal_numpy_and_give_the_same_bits_in_any_batch(encodi
     scales = (largest / np.float32(127)).astype(np.float64)
     expected, first = np.einsum("tgk,rgk,tg->tr", codes, plain, scales), None
     bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
-    for each in (each for each in EVERY if each.here):
+    for each in (each for each in EVERY if each.is_available):
         rows, packed = _linked(make_byte_rows, encoding, each), _packed(x, _pack_whole(encoding, each, BYTES))
         together = _multiply(rows, weights, packed, np.arange(TOKENS))
         assert (np.abs(together - expected) <= 1e-6 * bound).all()
@@ -227,7 +227,7 @@ def test_nothing_outside_of_a_row_is_read(encoding: Encoding) -> None:
         x = np.full((2, columns), np.nan, np.float32)
         x[0] = np.random.default_rng(0).standard_normal(columns)
         packed = _packed(x, pack_floats)
-        for instructions in (each for each in EVERY if each.here):
+        for instructions in (each for each in EVERY if each.is_available):
             rows = _linked(make_encoded_rows, encoding, instructions, FLOATS)
             assert np.isfinite(_multiply(rows, room[:ROWS], packed, np.zeros(1, np.int64))).all()
 
@@ -246,7 +246,7 @@ def test_a_format_is_made_once_and_has_instructions_of_this_processor() -> None:
 @each_scaled
 def test_activations_of_bytes_are_for_models_in_bfloat16_and_can_be_left_out(encoding: Encoding) -> None:
     assert make_row_code(encoding, False, KERNELS).byte_rows is None
-    is_fast = AVX512.here and not amx.HERE and encoding is not FP8
+    is_fast = AVX512.is_available and not amx.HERE and encoding is not FP8
     kernels = KernelContext(1, True, KERNELS)
     others = kernels.clone_for_thread()
     assert (kernels.row_code(encoding).byte_rows is not None) == is_fast

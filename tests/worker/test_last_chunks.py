@@ -31,7 +31,7 @@ def test_the_end_of_a_prompt_is_told_before_its_step_where_most_is_computed_and_
     told: list[FromEngine] = []
     chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
-    chunks.want(submit(1))
+    chunks.register(submit(1))
     chunks.on_step_begun(step(0, 30), NO_IDS)
     assert not told
     for _ in range(2):
@@ -44,7 +44,7 @@ def test_a_step_that_computes_more_than_half_is_told_of_when_it_is_over(computed
     told: list[FromEngine] = []
     chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
-    chunks.want(submit(1))
+    chunks.register(submit(1))
     chunks.on_step_begun(step(computed, 40), NO_IDS)
     assert len(told) == told_before
     chunks.on_step_ended(StepRouting(step(computed, 40), NO_IDS, NO_IDS.astype(np.float32), {}, 0.1, 0.0))
@@ -55,10 +55,10 @@ def test_nothing_is_told_of_an_attempt_that_is_cancelled() -> None:
     told: list[FromEngine] = []
     chunks = LastChunkNotifier()
     chunks.attach(told.append, lambda _request: None)
-    chunks.want(submit(1))
+    chunks.register(submit(1))
     chunks.forget("r", 1)
     chunks.on_step_begun(step(30, 40), NO_IDS)
-    chunks.want(submit(2))
+    chunks.register(submit(2))
     chunks.forget("r", 1)
     chunks.on_step_begun(step(30, 40), NO_IDS)
     assert told == [LastChunkStarted(request="r", attempt=2)]
@@ -78,7 +78,7 @@ def test_the_reported_signature_covers_the_prompt_or_the_steps_before_the_last(s
 
     chunks.attach(told.append, signature_of)
     asked = Request(id="r", prompt=tuple(prompt(100)), sampling=Sampling(max_tokens=4), seed=1)
-    chunks.want(Submit(request=asked, attempt=1, hand_over=True))
+    chunks.register(Submit(request=asked, attempt=1, hand_over=True))
     drive.submit(asked.prompt, max_tokens=4)
     drive.run()
     (last,) = told

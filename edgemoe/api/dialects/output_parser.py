@@ -58,7 +58,7 @@ class OutputReader:
     def collected(self) -> OutputPieces:
         """Returns the pieces recognised since the last call."""
         if self._call is not None:
-            self._call.say()
+            self._call.pass_on()
         collected, self._out = self._out, OutputPieces()
         return collected
 
@@ -115,17 +115,17 @@ class OutputReader:
             yield from read(self.source, call)
             call.complete()
         except MalformedOutput:
-            if self.is_cut and call.begun:
+            if self.is_cut and call.is_named:
                 call.cut_off()
                 return False
-            if call.said:  # it is text or reasoning, which goes on
+            if call.is_passed_on:  # it is text or reasoning, which goes on
                 self._fresh, self._between = False, ""
                 self._shown.add(self.kind)
             self.show(call.give_up())
             return False
         finally:
             self._call = None
-            self._begun += call.said
+            self._begun += call.is_passed_on
         self._taken += 1
         return True
 

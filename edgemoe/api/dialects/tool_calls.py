@@ -125,17 +125,17 @@ class ToolCallBuilder:
         self._index = index
         self._call: ToolCall | None = None
         self._new = False
-        self._unsaid: list[tuple[str, int]] = []  # texts, and how much of the source was read at each
+        self._pending: list[tuple[str, int]] = []  # texts, and how much of the source was read at each
 
     @property
-    def begun(self) -> bool:
+    def is_named(self) -> bool:
         """Returns whether the function is known."""
         return self._call is not None
 
     @property
-    def said(self) -> bool:
+    def is_passed_on(self) -> bool:
         """Returns whether a piece of the call was passed on."""
-        return self.begun and not self._new
+        return self.is_named and not self._new
 
     @property
     def parameters(self) -> Json:
@@ -144,42 +144,42 @@ class ToolCallBuilder:
 
     def begin(self, name: str, id: str = "") -> None:
         """Names the function, once. Raises MalformedOutput where it was not offered."""
-        if self.begun or not name or (self._functions is not None and name not in self._functions):
+        if self.is_named or not name or (self._functions is not None and name not in self._functions):
             raise MalformedOutput
         self._call = ToolCall(self._index, name, id or self._id)
         self._new = True
 
     def write(self, text: str) -> None:
         """Appends JSON text to the arguments, and notes how far the source was read for it."""
-        self._unsaid.append((text, self._source.read))
+        self._pending.append((text, self._source.read))
 
-    def say(self) -> None:
+    def pass_on(self) -> None:
         """Passes on the known arguments, but no text that may end them: a broken call's arguments never look whole."""
-        held = self._unsaid[-1:] if self._unsaid and self._unsaid[-1][0].endswith("}") else []
-        said = self._unsaid[: len(self._unsaid) - len(held)]
-        if self._call is not None and said:
-            self._add(said, said[-1][1], "")
-            self._unsaid = [(text, read - said[-1][1]) for text, read in held]
+        held = self._pending[-1:] if self._pending and self._pending[-1][0].endswith("}") else []
+        passed = self._pending[: len(self._pending) - len(held)]
+        if self._call is not None and passed:
+            self._add(passed, passed[-1][1], "")
+            self._pending = [(text, read - passed[-1][1]) for text, read in held]
 
     def complete(self) -> None:
         """Ends the call, which has been read to its end."""
         assert self._call is not None
-        self._add(self._unsaid, self._source.read, "complete")
+        self._add(self._pending, self._source.read, "complete")
 
     def cut_off(self) -> None:
         """Ends the call, whose function is known, with the arguments so far."""
         assert self._call is not None
-        self._add(self._unsaid, self._source.read, "cut")
+        self._add(self._pending, self._source.read, "cut")
         self._source.cut()
 
     def give_up(self) -> str:
         """Ends a call that cannot be read on. Returns the text that was read of it and is not in any piece."""
-        if self.said:
+        if self.is_passed_on:
             self._emit(OutputPiece("call", "", self._call, ended="broken"))
         return self._source.cut()
 
-    def _add(self, said: list[tuple[str, int]], read: int, ended: ToolCallEnd) -> None:
-        arguments = "".join(text for text, _ in said)
+    def _add(self, passed: list[tuple[str, int]], read: int, ended: ToolCallEnd) -> None:
+        arguments = "".join(text for text, _ in passed)
         self._emit(OutputPiece("call", arguments, self._call, self._source.cut(read), begins=self._new, ended=ended))
         self._new = False
 
@@ -251,14 +251,14 @@ class ObjectForm:
                 call.begin((yield from string(source)))
             elif key in self.arguments and not given:
                 given = True
-                yield from _arguments(source, call.write if call.begun else bounded(held))
+                yield from _arguments(source, call.write if call.is_named else bounded(held))
             else:
                 yield from copy_value(source, bounded([]))
             yield from source.space()
             if not (yield from source.accept(",")):
                 break
         yield from source.expect("}")
-        if not call.begun:
+        if not call.is_named:
             raise MalformedOutput
         if held or not given:
             call.write("".join(held) or "{}")

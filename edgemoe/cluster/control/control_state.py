@@ -310,7 +310,7 @@ class ControlState:
     def _on_announcement(self, member: Member, announcement: Announce) -> None:
         """Accepts or rejects a box by its announcement; a box that serves another model is rejected."""
         before = member.refusal
-        if announcement.roster is not None and self._believes(member, announcement.roster):
+        if announcement.roster is not None and self._accepts_roster(member, announcement.roster):
             self._follow_roster(announcement.roster)
             if member.peer.node not in self.members:
                 return
@@ -356,7 +356,7 @@ class ControlState:
         """Forgets second boxes that are gone; announces the ones that are there."""
         self.incarnations.update()
         self.incarnations.why_self()
-        self._change_announcement(msgspec.structs.replace(self.announcement, doubles=self.incarnations.found()))
+        self._change_announcement(msgspec.structs.replace(self.announcement, doubles=self.incarnations.doubles()))
 
     # --- boxes that answer wrongly ----------------------------------------------------------------------------
 
@@ -452,7 +452,7 @@ class ControlState:
         listed = self._admission.list_to_announce()
         self._change_announcement(msgspec.structs.replace(self.announcement, listed=listed))
 
-    def _believes(self, member: Member, roster: Roster) -> bool:
+    def _accepts_roster(self, member: Member, roster: Roster) -> bool:
         """Whether to follow the members that a box announces: a voter's word, of this cluster, newer than the own.
 
         Without agreed members, the word counts of a box that may lead, or by which this one joined.

@@ -70,12 +70,12 @@ class Incarnations:
                 if second.is_sure:
                     log.info("the second box of that name is gone", extra={"node": node, "other": second.address})
 
-    def found(self) -> tuple[DoubleBox, ...]:
+    def doubles(self) -> tuple[DoubleBox, ...]:
         """Returns the boxes of which two run, to be announced."""
         sure = [(node, second) for node, second in sorted(self._seconds.items()) if second.is_sure]
         return tuple(DoubleBox(node, self._members[node].address, second.address) for node, second in sure)[:MAX_NODES]
 
-    def why(self, node: str) -> str:
+    def finding(self, node: str) -> str:
         """Returns the finding about another box; "" if there is none."""
         if not self.is_sure(node):
             return ""

@@ -163,7 +163,7 @@ class LeaderTracker:
         if not member.can_take_part or member.announcement is None or member.announced_boot != member.boot:
             return False
         may_lead = self._rules.may_lead(node, member.announcement.agreement)
-        if self._fence.highest < beat.seen and (may_lead or self._believes(beat.seen)):
+        if self._fence.highest < beat.seen and (may_lead or self._accepts_epoch(beat.seen)):
             self._fence.admit(beat.seen)
         if not beat.leading:
             return False
@@ -173,7 +173,7 @@ class LeaderTracker:
         self._fence.admit(beat.leading)
         return True
 
-    def _believes(self, epoch: int) -> bool:
+    def _accepts_epoch(self, epoch: int) -> bool:
         """Whether to accept a higher epoch from a box that may not lead.
 
         A fixed leader that lost its state learns its epoch from nobody else. With an elected leader, one lie would end

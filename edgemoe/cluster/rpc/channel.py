@@ -27,12 +27,12 @@ from edgemoe.cluster.rpc.transport import (
     ErrorCounter,
     MessageReader,
     Transport,
+    claimed_identity,
     fd_of,
     hand,
     key_of,
     until_closed,
     watch,
-    who,
 )
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, Unsendable, WireError, WireVersionError
 from edgemoe.wire.protocol import Buffer, MessageLanguage
@@ -106,12 +106,12 @@ class QuestionServer(Generic[M]):
             self._intake.on_message_read(fd_of(first if not frames else frames[0]), frames, waiting)
             self._on_question(identity, frames, group)
         except WireError as error:
-            self._mishaps.reject(who(identity)[0], error)
+            self._mishaps.reject(claimed_identity(identity)[0], error)
         except Exception:  # a bad message affects that message alone
-            self._mishaps.fail(who(identity)[0])
+            self._mishaps.fail(claimed_identity(identity)[0])
 
     def _on_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
-        peer, boot = who(identity)
+        peer, boot = claimed_identity(identity)
         owner = self._transport.allowed.name_of(key_of(frames[0])) if frames else None
         if owner is not None:
             self._intake.on_identified(fd_of(frames[0]), owner)
@@ -345,9 +345,9 @@ class Channel(Generic[M]):
         link.ask(asked, size)
         return partial(link.end, id)
 
-    def _inform(self, node: str, who: Callable[..., None], *news: str) -> None:
+    def _inform(self, node: str, listener: Callable[..., None], *news: str) -> None:
         with self.mishaps.contained(node):  # else it would end the channel and the tasks beside it
-            who(*news)
+            listener(*news)
 
     def _met(self, node: str) -> None:
         self._inform(node, self.on_up, node)

@@ -65,7 +65,7 @@ class Peer(msgspec.Struct, frozen=True):
         """Returns the entry without this box's opinion."""
         return msgspec.structs.replace(self, trusted=False, vouches=False)
 
-    def turned(self) -> Peer:
+    def with_keys_swapped(self) -> Peer:
         """Returns the same box with its other key first."""
         return msgspec.structs.replace(self, key=self.new_key, new_key=self.key) if self.new_key else self
 

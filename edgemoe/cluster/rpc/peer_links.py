@@ -207,7 +207,7 @@ class PeerLinks(Generic[M]):
         Replaces an earlier connection to that node, unless that has the same address and a key that is still valid.
         """
         if (old := self._links.get(peer.node)) and old.peer.address == peer.address and old.peer.key in peer.keys:
-            old.peer = peer if old.peer.key == peer.key else peer.turned()
+            old.peer = peer if old.peer.key == peer.key else peer.with_keys_swapped()
             return
         self.disconnect(peer.node)
         try:
@@ -317,7 +317,7 @@ class PeerLinks(Generic[M]):
         link.turning = False
         if self._links.get(link.node) is link and not link.up:
             self.disconnect(link.node)
-            self.connect(link.peer.turned())
+            self.connect(link.peer.with_keys_swapped())
 
     def _connect_again(self, link: PeerLink[M]) -> None:
         if self._links.get(link.node) is link:

@@ -152,7 +152,7 @@ class ErrorCounter:
         )
 
 
-def who(identity: bytes) -> tuple[str, str]:
+def claimed_identity(identity: bytes) -> tuple[str, str]:
     """Returns the node and the incarnation that a connection's identity claims."""
     node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
     return node, boot

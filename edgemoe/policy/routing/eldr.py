@@ -114,7 +114,7 @@ class LocalityBand:
             return self._otherwise(offered, open_, now_s)
         return BandChooser(self._clusters, list(self._places))(offered, open_, now_s)
 
-    def why(self, offered: WaitingRequest, views: Sequence[RoutingTarget], place: str) -> str:
+    def reason(self, offered: WaitingRequest, views: Sequence[RoutingTarget], place: str) -> str:
         """Returns in a word why the request goes to that one of the engines; "" where clusters have no part in it."""
         clusters, signature = self._clusters, offered.signature
         if clusters is None or signature is None or not self.knows(offered) or not self.covers(views):

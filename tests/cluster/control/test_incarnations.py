@@ -83,13 +83,13 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
 def test_a_copy_is_named_with_both_addresses_within_seconds_and_is_not_followed(watch: Watch) -> None:
     watch.hears("first", "copy", for_s=SURE_S + 2 * BEAT_S)
     assert (
-        watch.state.incarnations.found()
+        watch.state.incarnations.doubles()
         == (DoubleBox("b", "192.0.2.8:7540", "192.0.2.9"),)
         == watch.state.announcement.doubles
     )
     assert watch.welcome("copy") == Welcome("boot-a", "192.0.2.8:7540")
     watch.hears("first", "copy", for_s=BEAT_S)
-    why = watch.state.incarnations.why("b")
+    why = watch.state.incarnations.finding("b")
     assert "192.0.2.8:7540" in why
     assert "192.0.2.9 (it calls itself 192.0.2.8:7540)" in why
     assert watch.receives("copy", Heartbeat())
@@ -107,8 +107,8 @@ def test_an_earlier_start_that_is_connected_for_a_moment_is_no_second_box(watch:
     watch.state.handle(ConnectionLost("b"))
     watch.hears("second", for_s=3 * SURE_S)
     assert watch.state.members["b"].boot == "second"
-    assert watch.state.incarnations.found() == ()
-    assert watch.state.incarnations.why("b") == ""
+    assert watch.state.incarnations.doubles() == ()
+    assert watch.state.incarnations.finding("b") == ""
     assert watch.welcome("second").prefers == ""
 
 
@@ -116,13 +116,13 @@ def test_a_copy_counts_as_the_box_once_the_first_is_gone_and_is_forgotten_once_i
     watch.hears("first", "copy", for_s=SURE_S + 2 * BEAT_S)
     assert watch.state.incarnations.is_sure("b")
     watch.hears("first", for_s=GONE_S + BEAT_S)
-    assert watch.state.incarnations.found() == () == watch.state.announcement.doubles
+    assert watch.state.incarnations.doubles() == () == watch.state.announcement.doubles
     watch.hears("first", "copy", for_s=SURE_S + 2 * BEAT_S)
     watch.state.handle(ConnectionLost("b"))
     assert watch.welcome("copy") == Welcome("boot-a")
     watch.hears("copy", for_s=GONE_S + BEAT_S)
     assert watch.state.members["b"].boot == "copy"
-    assert watch.state.incarnations.found() == ()
+    assert watch.state.incarnations.doubles() == ()
 
 
 def test_the_box_itself_hears_of_its_copy_and_the_copy_of_the_box(watch: Watch) -> None:
@@ -203,7 +203,7 @@ def test_all_boxes_see_a_copy_of_any_box_and_nothing_else_changes(cluster: Clust
     others = [box for name, box in boxes.items() if name != node]
 
     def is_seen() -> bool:
-        named = all("host-copy" in box.plane.state.incarnations.why(node) for box in others if box.plane)
+        named = all("host-copy" in box.plane.state.incarnations.finding(node) for box in others if box.plane)
         return named and all(map(double, (copy, boxes[node])))
 
     run(cluster.until(is_seen, 6.0))
@@ -218,6 +218,6 @@ def test_all_boxes_see_a_copy_of_any_box_and_nothing_else_changes(cluster: Clust
     assert not copy.plane.leading
     assert not copy.plane.etcd.is_healthy
     run(copy.die())
-    run(cluster.until(lambda: not any(box.plane.state.incarnations.why(node) for box in others if box.plane), 20.0))
+    run(cluster.until(lambda: not any(box.plane.state.incarnations.finding(node) for box in others if box.plane), 20.0))
     run(cluster.until(lambda: not double(boxes[node]), 5.0))
     assert cluster.settled()

@@ -67,7 +67,7 @@ def test_without_known_clusters_requests_are_pulled_as_usual(
     views = [engine(place, count) for place, count in zip(places, running, strict=True)]
     pull = PullRouting(PullLimits())
     assert BandRouting(rule, pull).assign(offers, views, 5.0) == pull.assign(offers, views, 5.0)
-    assert {rule.why(one, views, "a") for one in offers} <= {""}
+    assert {rule.reason(one, views, "a") for one in offers} <= {""}
 
 
 @given(asked=some, running=engines)
@@ -100,7 +100,7 @@ def test_a_request_goes_to_the_least_loaded_of_the_near_ones(
     rule, views = band("a", "b"), [engine("a", running[0]), engine("b", running[1])]
     asked = offer("r", experts)
     assert BandRouting(rule, PullRouting(PullLimits())).assign([asked], views, 0.0) == [("r", place)]
-    assert rule.why(asked, views, place) == why
+    assert rule.reason(asked, views, place) == why
     assert rule(asked, [view for view in views if view.requests < view.slots], 0.0).place == place
 
 

@@ -246,7 +246,7 @@ class OfferQueue:
             self._drop_ended(now_s)
             assigned = self._policy.assign(self._heads(views, now_s), views, now_s)
             for name, place in assigned:
-                why = self._band.why(self._waiting[name].offered, views, place)
+                why = self._band.reason(self._waiting[name].offered, views, place)
                 actions.append(self._grant(self._waiting.pop(name), place, why, now_s))
             if not assigned:
                 break

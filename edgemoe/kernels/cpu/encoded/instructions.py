@@ -32,7 +32,7 @@ class Instructions:
     needs: tuple[str, ...] = ()  # LLVM's names of the processor's features
 
     @property
-    def here(self) -> bool:
+    def is_available(self) -> bool:
         """Returns whether the processor that code is compiled for has them."""
         return TARGET.has(*self.needs)
 

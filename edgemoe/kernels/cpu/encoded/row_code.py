@@ -380,7 +380,7 @@ class RowCode:
 
 def usable(whole: bool) -> list[Instructions]:
     """Returns the instructions among which the fastest is chosen, the widest first; for floats one."""
-    candidates = [each for each in EVERY if each.here]
+    candidates = [each for each in EVERY if each.is_available]
     return candidates if whole else candidates[:1]
 
 
@@ -438,7 +438,7 @@ def _byte_parts(encoding: Encoding, bf16: bool) -> list[CompiledPart]:
 
     AMX multiplies decoded rows faster, and activations stay bfloat16.
     """
-    if not AVX512.here or amx.HERE or not _is_whole(encoding, bf16):
+    if not AVX512.is_available or amx.HERE or not _is_whole(encoding, bf16):
         return []
     rows, pack = make_byte_rows(encoding, AVX512), make_pack_whole(excess_of(encoding, AVX512), BYTES, encoding.halves)
     return [CompiledPart((rows, pack), f"{encoding.name}.bytes")]
