@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, RequestError
 from edgemoe.front import request_events as events
@@ -46,8 +46,9 @@ class RequestStateMachine(RequestTable):
         capacity: int,
         surroundings: RoutingFacts,
         now: Callable[[], float],
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        """Begins to number offers at random, so that no number is a former front's."""
+        """Takes `numbers` for offers; by default they start at a random number, unlike a former front's."""
         super().__init__(slots, capacity, surroundings, now)
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
@@ -58,7 +59,7 @@ class RequestStateMachine(RequestTable):
         self.evaded = Counter[str]()  # attempts that were left, by why: still | slow
         self.routed = Counter[tuple[str, str]]()  # submissions, by where to (here | elsewhere) and why
         self.expected_tokens = FIRST_GUESS_TOKENS  # of an answer
-        self._numbers = itertools.count(secrets.randbits(48) + 1)
+        self._numbers = numbers or itertools.count(secrets.randbits(48) + 1)
         self._trial_s = 0.0  # since when somebody is on trial, or the next suspect waits
 
     # --- events -----------------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ class WatchedMachine(RequestStateMachine):
 
     went: set[tuple[RequestState, RequestState]]
 
-    def _go(self, record: RequestRecord, state: RequestState, place: str = "") -> None:
+    def _set_state(self, record: RequestRecord, state: RequestState, place: str = "") -> None:
         self.went.add((record.state, state))
-        super()._go(record, state, place)
+        super()._set_state(record, state, place)
 
 
 class World:
