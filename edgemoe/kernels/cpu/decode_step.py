@@ -16,11 +16,7 @@ from edgemoe.jit.object_cache import Code, address_of, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.decode_attention import make_attention
 from edgemoe.kernels.cpu.decode_stages import STEP_TOKENS, make_stages
-from edgemoe.kernels.cpu.delta_step import advance_delta
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, run_experts
-from edgemoe.kernels.cpu.latent_step import make_latent
-from edgemoe.kernels.cpu.prefill_states import carry_state, make_delta_span, make_mamba_span
-from edgemoe.kernels.cpu.state_step import STATE_STAGES
 from edgemoe.types.arrays import fields
 
 # One stage.
@@ -141,9 +137,3 @@ def make_step(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
             s.next += 1
 
     return step, (*attention_code, *make_stages(bf16), run_experts, step)
-
-
-def family_stages(bf16: bool) -> tuple[Code, ...]:
-    """Returns the stages that only some families use. Each is linked at its first use."""
-    prompts = (*make_delta_span(bf16), *make_mamba_span(bf16), carry_state)
-    return (*make_latent(bf16), advance_delta, *STATE_STAGES, *prompts)

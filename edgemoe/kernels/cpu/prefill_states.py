@@ -13,11 +13,11 @@ import numpy as np
 
 from edgemoe.jit.intrinsics import f32_at, jit, load_bf16, load_f32, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
-from edgemoe.kernels.cpu.decode_stages import add_vector, normalise, sigmoid
+from edgemoe.kernels.cpu.decode_stages import sigmoid
 from edgemoe.kernels.cpu.delta_step import NORM_EPS, dot, scale_by
 from edgemoe.kernels.cpu.state_scan import COLUMNS, scan, scan_for_two
 from edgemoe.kernels.cpu.state_step import silu
-from edgemoe.kernels.cpu.vector import exp32, norm_scale, softplus
+from edgemoe.kernels.cpu.vector import add_vector, exp32, norm_scale, normalise, softplus
 from edgemoe.types.arrays import fields
 
 # The record of one run of tokens in one layer; arrays are addresses, of float32 unless stated.

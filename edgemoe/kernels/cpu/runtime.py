@@ -17,11 +17,13 @@ from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import make_attention
-from edgemoe.kernels.cpu.decode_step import family_stages, make_step
+from edgemoe.kernels.cpu.decode_step import make_step
+from edgemoe.kernels.cpu.delta_step import advance_delta
 from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
 from edgemoe.kernels.cpu.gemv import rows_in_chunk
+from edgemoe.kernels.cpu.latent_step import make_latent
 from edgemoe.kernels.cpu.linear import (
     BYTE_PRODUCT,
     GROUPED,
@@ -36,6 +38,8 @@ from edgemoe.kernels.cpu.linear import (
 from edgemoe.kernels.cpu.paged_cache import ATTENTION, PagedCache, fill_cache
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.prefill_heads import SOME, make_many_heads
+from edgemoe.kernels.cpu.prefill_states import carry_state, make_delta_span, make_mamba_span
+from edgemoe.kernels.cpu.state_step import STATE_STAGES
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 
@@ -54,8 +58,10 @@ def kernel_part(bf16: bool) -> CompiledPart:
 
 
 def stage_parts(bf16: bool) -> list[CompiledPart]:
-    """Returns the stages of some families' decode steps, a part each (see `Kernels.stage_address`)."""
-    return [CompiledPart((stage,), variant_of(bf16)) for stage in family_stages(bf16)]
+    """Returns the stages that only some families use, a part each (see `Kernels.stage_address`)."""
+    steps = (*make_latent(bf16), advance_delta, *STATE_STAGES)
+    prompts = (*make_delta_span(bf16), *make_mamba_span(bf16), carry_state)
+    return [CompiledPart((stage,), variant_of(bf16)) for stage in (*steps, *prompts)]
 
 
 def variant_of(bf16: bool) -> str:
