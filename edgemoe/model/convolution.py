@@ -9,7 +9,7 @@ import torch
 
 from edgemoe.families.state_mechanisms import ConvHeads
 from edgemoe.model.attention import StepContext
-from edgemoe.model.dense_weights import LayerReader
+from edgemoe.model.dense_weights import LayerReader, read_taps
 from edgemoe.model.kv import convolve
 
 
@@ -21,7 +21,7 @@ class ShortConvolution:
         assert isinstance(heads, ConvHeads)
         self.number = reader.spec.state_layers.index(reader.number)
         self.project, self.out = reader.matrix("conv.in_proj.weight"), reader.matrix("conv.out_proj.weight")
-        self.taps = reader.taps("conv.conv1d.weight")
+        self.taps = read_taps(reader, "conv.conv1d.weight")
         self.project_bias = self.bias = self.out_bias = None
         if heads.biases:
             self.project_bias, self.out_bias = reader.read("conv.in_proj.bias"), reader.read("conv.out_proj.bias")

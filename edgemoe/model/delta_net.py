@@ -16,7 +16,7 @@ from edgemoe.kernels.cpu.prefill_states import make_delta_span
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.kernels.cpu.state_scan import TOGETHER
 from edgemoe.model.attention import StepContext
-from edgemoe.model.dense_weights import DenseMatrix, LayerReader, rms_norm
+from edgemoe.model.dense_weights import DenseMatrix, LayerReader, read_taps, rms_norm
 from edgemoe.model.kv import LayerStates, StepStates, convolve
 from edgemoe.model.state_spans import StateSpans
 
@@ -73,7 +73,7 @@ class DeltaNet:
         self.weights = DeltaWeights(
             project=project,
             own=own,
-            convolution=reader.taps("linear_attn.conv1d.weight"),
+            convolution=read_taps(reader, "linear_attn.conv1d.weight"),
             rates=reader.read("linear_attn.A_log", dtype=torch.float32).exp_(),
             dt_bias=reader.read("linear_attn.dt_bias", dtype=torch.float32),
             norm=reader.read("linear_attn.norm.weight"),

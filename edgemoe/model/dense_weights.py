@@ -218,9 +218,10 @@ class LayerReader:
         """Returns matrices of this layer, one below the other, encoded or not. Raises StoreError."""
         return self.reader.matrix(*self._full(names))
 
-    def taps(self, name: str) -> torch.Tensor:
-        """Returns a convolution's weights [taps, channels] float32, the current token's last. Raises StoreError."""
-        return self.read(name, dtype=torch.float32)[:, 0].T.contiguous()
-
     def _full(self, names: Sequence[str]) -> list[str]:
         return [f"model.layers.{self.number}.{name}" for name in names]
+
+
+def read_taps(reader: LayerReader, name: str) -> torch.Tensor:
+    """Returns a convolution's weights [taps, channels] float32, the current token's last. Raises StoreError."""
+    return reader.read(name, dtype=torch.float32)[:, 0].T.contiguous()

@@ -16,7 +16,7 @@ from edgemoe.kernels.cpu.prefill_states import make_mamba_span
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.kernels.cpu.state_scan import TOGETHER
 from edgemoe.model.attention import StepContext
-from edgemoe.model.dense_weights import LayerReader, rms_norm
+from edgemoe.model.dense_weights import LayerReader, read_taps, rms_norm
 from edgemoe.model.kv import LayerStates, StepStates, convolve
 from edgemoe.model.state_spans import StateSpans
 
@@ -49,7 +49,7 @@ class Mamba:
             return reader.read(f"mamba.{name}", dtype=torch.float32)
 
         self.project = reader.matrix("mamba.in_proj.weight")  # [values + channels + heads, H]
-        self.taps = reader.taps("mamba.conv1d.weight")
+        self.taps = read_taps(reader, "mamba.conv1d.weight")
         self.bias = vector("conv1d.bias") if heads.conv_bias else None
         self.rates, self.skip, self.dt_bias = vector("A_log").exp_(), vector("D"), vector("dt_bias")
         self.norm, self.out = vector("norm.weight"), reader.matrix("mamba.out_proj.weight")
