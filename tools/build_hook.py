@@ -1,7 +1,7 @@
 """Adds to a wheel the list of its locked libraries, and compiled kernels if it is made of the source archive.
 
 The list is a CycloneDX document of requirements.lock, in the wheel's sboms folder (PEP 770).
-`python -m build` makes it so; each kind takes a process about a minute. `pip install .` in a clone adds none: an engine
+`python -m build` makes it so; each kind takes one to two minutes. `pip install .` in a clone adds none: an engine
 compiles for its own processor at its first start. EDGEMOE_KINDS names other kinds, separated by commas; "" is none.
 """
 
