@@ -17,7 +17,9 @@ from typing import Self
 import httpx
 
 from edgemoe.config.loading import load
+from edgemoe.config.paths import beside
 from edgemoe.errors import EdgemoeError, ServiceError
+from edgemoe.front.start_note import noted_start
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import loading_text
 
@@ -87,14 +89,16 @@ class Client:
         `alive` says whether the daemon may still answer, where none does yet. Raises ServiceError where no engine can
         start, or nothing answers for so long.
         """
-        answered_s = time.monotonic()
+        answered_s, is_noted = time.monotonic(), False
         while True:
             try:
                 health = json.loads(self.text("/health", accept_unavailable=True))
             except ServiceError:
-                if not alive() or time.monotonic() - answered_s > _UNANSWERED_S:
+                if starting := self._noted_start():
+                    answered_s, is_noted = time.monotonic(), True
+                elif not (is_noted or alive()) or time.monotonic() - answered_s > _UNANSWERED_S:
                     raise
-                show("it does not answer yet")
+                show(starting or "it does not answer yet")
             else:
                 answered_s = time.monotonic()
                 if failure := health.get("cannot_start"):
@@ -145,10 +149,16 @@ class Client:
     def _check_access(self) -> None:
         """Raises ServiceError, with advice, if no daemon answers or access is denied."""
         if not self.is_listening():
+            if starting := self._noted_start():
+                raise ServiceError(f"the daemon at {self._socket} still starts: {starting}")
             raise ServiceError(
                 f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
                 "`systemctl start edgemoe`, or name its socket with --socket"
             )
+
+    def _noted_start(self) -> str:
+        """Returns the note of a daemon that will listen here; "" if none starts."""
+        return noted_start(beside(self._socket))
 
     def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
         return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")

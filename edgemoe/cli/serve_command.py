@@ -9,6 +9,8 @@ import logging
 import os
 import shlex
 import socket
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,8 +23,10 @@ from edgemoe.config.paths import default_socket
 from edgemoe.config.served_models import served_models
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
+from edgemoe.front.start_note import start_note
 from edgemoe.guard import refuse_pickle
 from edgemoe.rights import become_owner
+from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,8 @@ def serve(args: argparse.Namespace) -> int:
     ports = daemon.reserve(loaded.settings)
     settings = loaded.settings
     if settings.model.path or not settings.models:
-        model = store_of(with_encoding(settings.model, args), show_progress)
+        with start_note(Path(settings.service.runtime_dir)) as write:
+            model = store_of(with_encoding(settings.model, args), partial(_noted_progress, write))
         model = msgspec.structs.replace(model, experts=settings.model.experts)  # for further models
         settings = msgspec.structs.replace(settings, model=model)
     return daemon.run(
@@ -63,6 +68,23 @@ def serve(args: argparse.Namespace) -> int:
             with_encoding(model, args), lambda _: contextlib.nullcontext(progress)
         ),
     )
+
+
+@contextlib.contextmanager
+def _noted_progress(write: Callable[[str], None], what: str) -> Iterator[Progress]:
+    """Shows progress, and writes it for commands that ask this daemon meanwhile."""
+    noted = -1
+
+    def advance(done_bytes: int, total_bytes: int) -> None:
+        nonlocal noted
+        show(done_bytes, total_bytes)
+        if (percent := 100 * done_bytes // max(1, total_bytes)) != noted:
+            noted = percent
+            write(f"{what}, {percent} %")
+
+    write(what)
+    with show_progress(what) as show:
+        yield advance
 
 
 def witness(args: argparse.Namespace) -> int:
