@@ -64,5 +64,7 @@ class MemoryLending:
         given, got = self._host.experts - self._given, remote.experts - self._got
         self._given, self._got = self._host.experts, remote.experts
         if self.choice.observe(routing.step_s, alone_s, given, got):
+            # as a box alone does, one that keeps its memory reads ahead, also if peers have the experts
+            self._tiers.loader.elsewhere = remote.elsewhere if self.choice.lends else None
             whose = "the plan" if self.choice.lends else "this box's own requests, which are faster so"
             log.info(f"memory for experts follows {whose}")
