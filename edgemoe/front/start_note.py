@@ -18,8 +18,9 @@ def start_note(runtime: Path) -> Iterator[Callable[[str], None]]:
     note = open_kept(runtime / NAME)
 
     def write(text: str) -> None:
-        os.ftruncate(note, 0)
-        os.pwrite(note, f"{os.getpid()} {text}".encode()[:MOST_BYTES], 0)
+        with contextlib.suppress(OSError):  # as of a full disk
+            os.ftruncate(note, 0)
+            os.pwrite(note, f"{os.getpid()} {text}".encode()[:MOST_BYTES], 0)
 
     try:
         yield write

@@ -162,7 +162,6 @@ def test_further_models_are_chosen_for_by_themselves(
     choices = {first: "int8", further: "q4_k"}
     served: list[tuple[Settings, Callable[..., ModelSettings]]] = []
     monkeypatch.setattr(auto_encoding, "ask", lambda model, _: choices[model])
-    monkeypatch.setattr(daemon, "reserve", lambda _: None)
     monkeypatch.setattr(daemon, "run", lambda settings, **given: served.append((settings, given["find_store"])) or 0)
     words = (f"model.store_dir={tmp_path / 'stores'}", f"models.more.path={further}", f"api.socket={tmp_path / 's'}")
     options = [option for word in words for option in ("--set", word)]
