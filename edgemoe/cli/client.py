@@ -94,7 +94,7 @@ class Client:
             try:
                 health = json.loads(self.text("/health", accept_unavailable=True))
             except ServiceError:
-                if starting := self._noted_start():
+                if starting := self.starting():
                     answered_s, is_noted = time.monotonic(), True
                 elif not (is_noted or alive()) or time.monotonic() - answered_s > _UNANSWERED_S:
                     raise
@@ -149,14 +149,14 @@ class Client:
     def _check_access(self) -> None:
         """Raises ServiceError, with advice, if no daemon answers or access is denied."""
         if not self.is_listening():
-            if starting := self._noted_start():
+            if starting := self.starting():
                 raise ServiceError(f"the daemon at {self._socket} still starts: {starting}")
             raise ServiceError(
                 f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
                 "`systemctl start edgemoe`, or name its socket with --socket"
             )
 
-    def _noted_start(self) -> str:
+    def starting(self) -> str:
         """Returns the note of a daemon that will listen here; "" if none starts."""
         return noted_start(beside(self._socket))
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args).settings
     path = socket_of(args)
     with Client(path) as client:
-        if client.is_listening():
+        if client.is_listening() or client.starting():
             wait_for_engine(client)
             args.model = _served_name(client, path, args.model)
             return conversation.chat(args)

@@ -1,21 +1,32 @@
-"""Tells commands how far a daemon's start has come before it listens, by a file in its runtime directory."""
+"""Tells how far a daemon's start has come before it listens, by a locked file in its runtime directory."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgemoe.durable import open_kept
+from edgemoe.errors import ServiceError
 
 NAME, MOST_BYTES = "start", 400
 
 
 @contextlib.contextmanager
 def start_note(runtime: Path) -> Iterator[Callable[[str], None]]:
-    """Yields the function that writes a text as the note of this process; no note is left at the end."""
+    """Yields the function that writes a text as the note of this process; no note is left at the end.
+
+    Raises ServiceError while another daemon starts there.
+    """
     note = open_kept(runtime / NAME)
+    try:
+        fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(note)
+        other = noted_start(runtime) or "it prepares its model"
+        raise ServiceError(f"{runtime}: another daemon starts here: {other}; wait for it, or stop it") from None
 
     def write(text: str) -> None:
         with contextlib.suppress(OSError):  # as of a full disk

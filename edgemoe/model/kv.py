@@ -107,6 +107,7 @@ class StepStates:
     reads: torch.Tensor  # [S] slots
     writes: torch.Tensor  # [S] slots
     spans: Sequence[TokenSpan] = ()
+    singles: Sequence[TokenSpan] = ()  # `rows` once more, as spans; by `of` alone
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> StepStates:
@@ -122,13 +123,7 @@ class StepStates:
                 spans.append(TokenSpan(start + done, start + after, read, slot))
                 done, read = after, slot
         rows, reads, writes = columns.unbind(0)
-        return cls(rows, reads, writes, spans)
-
-    @property
-    def singles(self) -> list[TokenSpan]:
-        """Returns the sequences of one token as spans."""
-        columns = (each.tolist() for each in (self.rows, self.reads, self.writes))
-        return [TokenSpan(row, row + 1, read, write) for row, read, write in zip(*columns, strict=True)]
+        return cls(rows, reads, writes, spans, [TokenSpan(row, row + 1, *slots) for row, *slots in single])
 
 
 def convolve(x: torch.Tensor, taps: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:

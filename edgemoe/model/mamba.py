@@ -56,7 +56,6 @@ class Mamba:
         self.project_bias = self.out_bias = None
         if heads.biases:
             self.project_bias, self.out_bias = reader.read("mamba.in_proj.bias"), reader.read("mamba.out_proj.bias")
-
         self._spans: StateSpans | None = None
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:

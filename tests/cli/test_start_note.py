@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.cli import main
+from edgemoe.cli import main, run_command
 from edgemoe.cli.client import Client
+from edgemoe.cli.doctor.checks import daemon
 from edgemoe.config.paths import beside
 from edgemoe.errors import ServiceError
 from edgemoe.front.start_note import noted_start, start_note
@@ -28,14 +29,39 @@ def test_commands_say_how_far_a_start_is_and_wait_for_it(tmp_path: Path, capfd: 
     door = tmp_path / "door.sock"
     with start_note(private_directory(beside(door))) as write:
         write("packing Qwen3, 40 %")
-        assert main(["status", "--socket", str(door)]) == 1
-        assert f"the daemon at {door} still starts: packing Qwen3, 40 %" in capfd.readouterr().err
+        for command in (["status"], ["reload"], ["bench"]):
+            assert main([*command, "--socket", str(door)]) == 1
+            assert f"the daemon at {door} still starts: packing Qwen3, 40 %" in capfd.readouterr().err, command
+        assert [(found.check, found.said) for found in daemon(door)[0]] == [
+            ("daemon", f"the one at {door} still starts: packing Qwen3, 40 %")
+        ]
         with Client(door) as client, pytest.raises(Shown, match="packing Qwen3, 40 %"):
             client.wait_while_loading(_raise, lambda: False)
         write("packing Qwen3, 9 %")
         assert noted_start(beside(door)) == "packing Qwen3, 9 %"
     with Client(door) as client, pytest.raises(ServiceError, match="no daemon answers"):
         client.wait_while_loading(_raise, lambda: False)
+
+
+def test_a_second_daemon_is_refused_before_it_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    door = tmp_path / "door.sock"
+    with start_note(private_directory(beside(door))) as write:
+        write("packing Qwen3, 40 %")
+        assert main(["serve", "--socket", str(door), "--set", f"model.store_dir={tmp_path / 'stores'}"]) == 1
+    assert "another daemon starts here: packing Qwen3, 40 %; wait for it, or stop it" in capfd.readouterr().err
+    assert not (tmp_path / "stores").exists()
+
+
+def test_run_waits_for_a_daemon_that_still_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = tmp_path / "door.sock"
+    monkeypatch.setattr(run_command, "wait_for_engine", lambda client: _raise(client.starting()))
+    with start_note(private_directory(beside(door))) as write:
+        write("packing Qwen3, 40 %")
+        with pytest.raises(Shown, match="packing Qwen3, 40 %"):
+            main(["run", "Qwen3", "--socket", str(door)])
 
 
 def test_between_its_note_and_its_socket_a_daemon_is_waited_for(tmp_path: Path) -> None:

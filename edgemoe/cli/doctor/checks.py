@@ -372,15 +372,15 @@ NEAR_S, FAR_S = 1.0, 60.0  # by how much two boxes' clocks may be apart
 def daemon(path: Path) -> tuple[list[CheckResult], Json]:
     """Returns whether a daemon answers, and its /health; {} where none does."""
     try:
-        with socket.socket(socket.AF_UNIX) as knocking:
-            knocking.settimeout(REACH_S)
-            knocking.connect(str(path))
-    except PermissionError:
-        return [CheckResult("permission", "failure", f"you may not use {path}")], {}
-    except OSError:
-        return [CheckResult("daemon", "warning", f"none answers at {path}")], {}
-    try:
         with Client(path) as client:
+            try:
+                listens = client.is_listening()
+            except ServiceError:
+                return [CheckResult("permission", "failure", f"you may not use {path}")], {}
+            if not listens:
+                starting = client.starting()
+                said = f"the one at {path} still starts: {starting}" if starting else f"none answers at {path}"
+                return [CheckResult("daemon", "warning", said)], {}
             health: Json = json.loads(client.text("/health", accept_unavailable=True))
             release = str(json.loads(client.text("/version"))["version"])
             reached = json.loads(client.text("/reach"))["boxes"] if health.get("cluster") else []

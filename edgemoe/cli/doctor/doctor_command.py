@@ -20,8 +20,10 @@ from edgemoe.cli.doctor.cluster_checks import etcd_programs, stages
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
+from edgemoe.config.paths import beside
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.front.start_note import noted_start
 from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes
 
@@ -66,7 +68,7 @@ def examine(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from run_check("kernels", lambda: checks.kernels(settings))
     yield from run_check("open-files", lambda: checks.open_files(settings))
     found, health = checks.daemon(path)
-    yield from run_check("port", lambda: checks.port(settings, runs=bool(health)))
+    yield from run_check("port", lambda: checks.port(settings, runs=bool(health or noted_start(beside(path)))))
     yield from found
     yield from run_check("unit", checks.unit)
     yield from run_check("peer-list", lambda: checks.boxes(settings.cluster, health))
