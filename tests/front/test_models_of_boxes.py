@@ -286,9 +286,8 @@ async def test_no_box_answers_more_than_its_bound_for_another(
 async def test_an_answer_that_nobody_fetches_ends(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosted_http, "UNASKED_S", 0.1)
+    monkeypatch.setattr(hosted_http, "UNASKED_S", float("inf"))
     monkeypatch.setattr(hosted_http, "LOOK_S", 0.05)
-    monkeypatch.setattr(hosted_http, "WAIT_S", 0.01)
     async with cluster_of(*boxes_of(tmp_path, model_dir, {"a": [], "b": ["extra"]})) as cluster:
         await known(cluster, "a", "extra", "b")
         asking = cluster.fronts["a"].cluster
@@ -297,6 +296,7 @@ async def test_an_answer_that_nobody_fetches_ends(
         asked = ForwardedHttp(999, "/v1/completions", "a/uid:7")
         await asking.plane.parcels.forward("b", asked, body, wanted=lambda: True)
         await until(lambda: cluster.hosted("b") == 1)
+        monkeypatch.setattr(hosted_http, "UNASKED_S", 0.1)
         await until(lambda: cluster.hosted("b") == 0)
 
 
