@@ -281,7 +281,7 @@ async def test_a_stream_that_is_never_read_is_not_kept(api: Path, monkeypatch: p
     async with serving(api) as server:
         _, writer = await asyncio.open_unix_connection(api, limit=1)
         writer.write(GET.replace(b" / ", b" /stream "))
-        await until(lambda: bool(server.connections))
+        await until(lambda: server.requests == 1)
         await until(lambda: not server.connections)
         writer.close()
         reader, writer = await asyncio.open_unix_connection(api, limit=1 << 16)

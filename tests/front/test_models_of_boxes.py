@@ -208,7 +208,7 @@ async def test_a_long_prompt_and_a_long_answer_come_whole(tmp_path: Path, model_
 async def test_a_client_that_hangs_up_ends_the_request_at_the_other_box(tmp_path: Path, model_dir: Path) -> None:
     async with cluster_of(*boxes_of(tmp_path, model_dir, {"a": [], "b": ["extra"]})) as cluster:
         await known(cluster, "a", "extra", "b")
-        body = {"model": "extra", "prompt": "hold", "max_tokens": 500, "stream": True}
+        body = {"model": "extra", "prompt": "HANG@3", "max_tokens": 500, "stream": True}
         waiting = asyncio.create_task(cluster.clients["a"].post("/v1/completions", json=body))
         await until(lambda: cluster.hosted("b") == 1)
         waiting.cancel()
@@ -273,7 +273,7 @@ async def test_no_box_answers_more_than_its_bound_for_another(
     monkeypatch.setattr(hosted_http, "MOST_HOSTED", 1)
     async with cluster_of(*boxes_of(tmp_path, model_dir, {"a": [], "b": ["extra"]})) as cluster:
         await known(cluster, "a", "extra", "b")
-        body = {"model": "extra", "prompt": "hold", "max_tokens": 500}
+        body = {"model": "extra", "prompt": "HANG@3", "max_tokens": 500}
         waiting = asyncio.create_task(cluster.clients["a"].post("/v1/completions", json=body))
         await until(lambda: cluster.hosted("b") == 1)
         refused = await cluster.clients["a"].post("/v1/completions", json={"model": "extra", "prompt": "x"})
