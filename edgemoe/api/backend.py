@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.principal import Principal
 from edgemoe.types.request import Emission, Request, RequestLimits
 from edgemoe.types.snapshot import ServingSnapshot
 
@@ -53,6 +54,12 @@ class Backend(Protocol):
         """Waits for an engine. Returns the served model and the limits of a request.
 
         Raises EngineUnavailable.
+        """
+
+    def check_room(self, principal: Principal, wanted: int) -> None:
+        """Raises QueueFull, or InvalidRequest, where the principal can have no `wanted` requests now, or never.
+
+        It is asked before a body is worked on, and `open` afterwards, for the principal's users too.
         """
 
     def open(

@@ -80,6 +80,7 @@ class Generating:
                         if shared.loading(wish):  # faults of the body alone are told before that
                             await shared.in_thread(principal, read, raw, self._body)
                         api = await held.enter_async_context(shared.chosen(wish))
+                        api.backend.check_room(principal, wish.choices)
                         async with shared.large(raw, principal):
                             context = await api.context(principal)
                             prepared = await api.in_thread(principal, self._prepare, context, raw)

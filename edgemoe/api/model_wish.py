@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.api.peer_fields import bare_scalar
+from edgemoe.api.schema import MAX_ANSWERS
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS
 
@@ -17,6 +18,7 @@ PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")  # of a dura
 DURATION = re.compile(f"(?:{PART.pattern})+")
 NUMBER = re.compile(r"\d+(?:\.\d*)?")  # of seconds
 LONGEST_CHARS = 64
+CHOICES = re.compile(rb"([0-9]{1,3})(?:\.0*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class ModelWish:
     unloads: bool = False  # the request has nothing to answer: it ends the model's stay
     is_stream: bool = False
     others: tuple[str, ...] = ()  # models that will do where that one is not served
+    choices: int = 1  # of each prompt
 
 
 NO_WISH = ModelWish()
@@ -40,6 +43,7 @@ class _Named(msgspec.Struct):
     model: str | None = None
     name: str | None = None  # an earlier name of `model` in Ollama's API
     stream: msgspec.Raw = NOTHING
+    n: msgspec.Raw = NOTHING
     extra_body: msgspec.Raw = NOTHING
     ttl: Any = None  # LM Studio's, seconds
     keep_alive: Any = None  # Ollama's
@@ -64,7 +68,19 @@ def read_wish(raw: bytes) -> ModelWish:
     stream, models = bytes(body.stream) or bytes(more.stream), bytes(body.models) or bytes(more.models)
     kept = ((name, getattr(one, name)) for one in (body, more) for name in ("ttl", "keep_alive"))
     keep_s = next((seconds_of(value, name) for name, value in kept if value is not None), None)
-    return ModelWish(body.model or more.model, keep_s, is_stream=bare_scalar(stream) == b"true", others=_others(models))
+    return ModelWish(
+        body.model or more.model,
+        keep_s,
+        is_stream=bare_scalar(stream) == b"true",
+        others=_others(models),
+        choices=_count(bytes(body.n) or bytes(more.n)),
+    )
+
+
+def _count(raw: bytes) -> int:
+    """Returns a number of choices; 1 where it is no such number, which its endpoint refuses."""
+    found = CHOICES.fullmatch(bare_scalar(raw))
+    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_ANSWERS else 1
 
 
 def _others(raw: bytes) -> tuple[str, ...]:

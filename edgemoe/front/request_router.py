@@ -165,7 +165,8 @@ class RequestRouter:
             raise self.closed.with_traceback(None)  # raised again and again, it would keep every caller's frames
         for request in requests:
             self.machine.quarantine.check(request)
-        self.machine.check_room(requests)
+        identity = requests[0].identity
+        self.machine.check_room(identity.principal, len(requests), identity.user)
         submission = ClientSubmission(self.cancel, requests)
         for request in requests:
             self._submissions[request.id] = submission

@@ -24,7 +24,7 @@ from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
-from edgemoe.types.principal import Identity
+from edgemoe.types.principal import Identity, Principal
 from edgemoe.types.request import Emission, Phases, Request
 
 log = logging.getLogger(__name__)
@@ -343,17 +343,19 @@ class RequestTable:
         """Returns the attempts among these emissions of a box that go on for nobody: request -> attempt."""
         return {one.request: one.attempt for one in items if not one.finish and not self._is_current(node, one)}
 
-    def check_room(self, requests: Sequence[Request]) -> None:
-        """Raises QueueFull, or InvalidRequest for more choices than there will ever be room for."""
-        wanted, room = len(requests), self.room
+    def check_room(self, principal: Principal, wanted: int, user: str = "") -> None:
+        """Raises QueueFull, or InvalidRequest for more choices than there will ever be room for.
+
+        Without a `user` only the principal's share is looked at.
+        """
+        room = self.room
         if wanted > (most := shares.most_of(shares.most_of(room), shares.OF_USER)):
             raise InvalidRequest(f"{wanted} choices at once are more than the {most} that one user may ever have")
-        free, identity = room - len(self._live), requests[0].identity
         held = Counter(
-            record.identity.user for record in self._live.values() if record.identity.principal == identity.principal
+            record.identity.user for record in self._live.values() if record.identity.principal == principal
         )
-        left = shares.left_of(held.total(), free)
-        if not shares.fits(wanted, held[identity.user], left, shares.OF_USER):
+        left = shares.left_of(held.total(), room - len(self._live))
+        if not shares.fits(wanted, held[user], left, shares.OF_USER):
             wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))
             alive = f"{len(self._live)} requests are waiting or running, {held.total()} of them yours"
             raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)

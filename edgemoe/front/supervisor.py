@@ -41,6 +41,7 @@ from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotR
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo, loading_text
+from edgemoe.types.principal import Principal
 from edgemoe.types.request import Request, RequestLimits
 
 log = logging.getLogger(__name__)
@@ -172,6 +173,10 @@ class Supervisor:
         engine.retire()
         self._engine_changed()
         await engine.exits(STOP_S if is_asked else 0.0)
+
+    def check_room(self, principal: Principal, wanted: int) -> None:
+        """Raises QueueFull or InvalidRequest where the principal can have no `wanted` requests."""
+        self.requests.machine.check_room(principal, wanted)
 
     def open(
         self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING

@@ -86,6 +86,9 @@ class Asked:
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
         return ModelInfo(**MODEL), RequestLimits(context_tokens=4096, vocab=300)
 
+    def check_room(self, principal: str, wanted: int) -> None:
+        pass
+
     @contextmanager
     def open(self, requests: Sequence[Request], timeout_s: float, emitted: Any = ()) -> Any:
         self.requests += requests

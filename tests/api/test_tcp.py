@@ -43,6 +43,9 @@ class Ready:
         await self.told.wait()
         return ModelInfo(**MODEL), RequestLimits(context_tokens=64, vocab=300)
 
+    def check_room(self, principal: str, wanted: int) -> None:
+        pass
+
     def open(self, requests: Any, timeout_s: float, emitted: Any = ()) -> Any:
         raise AssertionError("nobody asks")
 

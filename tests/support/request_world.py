@@ -150,7 +150,8 @@ class World:
         """Accepts new requests of these names, one client each."""
         asked = Sampling(**{"max_tokens": 4000, **sampling})
         some = [Request(id=name, prompt=(1, 2, 3), sampling=asked, seed=1, salt=b"of p") for name in names]
-        self.machine.check_room(some)
+        identity = some[0].identity
+        self.machine.check_room(identity.principal, len(some), identity.user)
         for name in names:
             assert name not in self.clients
             self.clients[name] = Client()
