@@ -57,9 +57,9 @@ class Backend(Protocol):
         """
 
     def check_room(self, principal: Principal, wanted: int) -> None:
-        """Raises QueueFull, or InvalidRequest, where the principal can have no `wanted` requests now, or never.
+        """Raises QueueFull where the principal cannot have `wanted` more requests now, InvalidRequest where never.
 
-        It is asked before a body is worked on, and `open` afterwards, for the principal's users too.
+        Called before a body is decoded. `open` checks again, for the principal's users too.
         """
 
     def open(

@@ -44,6 +44,7 @@ class _Named(msgspec.Struct):
     name: str | None = None  # an earlier name of `model` in Ollama's API
     stream: msgspec.Raw = NOTHING
     n: msgspec.Raw = NOTHING
+    n_cmpl: msgspec.Raw = NOTHING  # llama.cpp's name of `n`
     extra_body: msgspec.Raw = NOTHING
     ttl: Any = None  # LM Studio's, seconds
     keep_alive: Any = None  # Ollama's
@@ -73,7 +74,7 @@ def read_wish(raw: bytes) -> ModelWish:
         keep_s,
         is_stream=bare_scalar(stream) == b"true",
         others=_others(models),
-        choices=_count(bytes(body.n) or bytes(more.n)),
+        choices=max(_count(bytes(one)) for one in (body.n, body.n_cmpl, more.n, more.n_cmpl)),
     )
 
 

@@ -153,6 +153,16 @@ class RequestRouter:
         """Returns engines of other boxes that take requests."""
         return self.machine.surroundings.others()
 
+    def describe(self) -> dict[str, int]:
+        """Returns the requests alive, and the room for them, for /health."""
+        return {
+            "live": len(self.machine),
+            "slots": self.machine.slots,
+            "capacity": self.machine.room,
+            "capacity_per_principal": self.machine.capacity_per_principal,
+            "capacity_per_user": self.machine.capacity_per_user,
+        }
+
     @contextmanager
     def open(
         self, requests: Sequence[Request], timeout_s: float, emitted: Mapping[str, Sequence[int]] = NOTHING

@@ -344,16 +344,11 @@ class RequestTable:
         return {one.request: one.attempt for one in items if not one.finish and not self._is_current(node, one)}
 
     def check_room(self, principal: Principal, wanted: int, user: str = "") -> None:
-        """Raises QueueFull, or InvalidRequest for more choices than there will ever be room for.
-
-        Without a `user` only the principal's share is looked at.
-        """
+        """Raises QueueFull, or InvalidRequest where there never is. Without a `user`, only the principal counts."""
         room = self.room
         if wanted > (most := shares.most_of(shares.most_of(room), shares.OF_USER)):
             raise InvalidRequest(f"{wanted} choices at once are more than the {most} that one user may ever have")
-        held = Counter(
-            record.identity.user for record in self._live.values() if record.identity.principal == principal
-        )
+        held = Counter(record.identity.user for record in self._live.values() if record.identity.principal == principal)
         left = shares.left_of(held.total(), room - len(self._live))
         if not shares.fits(wanted, held[user], left, shares.OF_USER):
             wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))

@@ -222,13 +222,7 @@ class Supervisor:
             "loading": self.describe_loading(),
             "cannot_start": self._cannot_start.describe() if self._cannot_start else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
-            "requests": {
-                "live": len(self.requests),
-                "slots": self.requests.machine.slots,
-                "capacity": self.requests.machine.room,
-                "capacity_per_principal": self.requests.machine.capacity_per_principal,
-                "capacity_per_user": self.requests.machine.capacity_per_user,
-            },
+            "requests": self.requests.describe(),
             "quarantine": self.requests.machine.quarantine.describe(),
         }
 

@@ -76,18 +76,22 @@ HEADERS = [
 
 
 class Asked:
-    """A backend that notes its requests, and answers that it is full."""
+    """A backend that notes its requests, and answers that it is full: at once for as many choices as `too_many`."""
 
     state = "ready"
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.wanted: list[tuple[str, int]] = []
+        self.too_many = 1000
 
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
         return ModelInfo(**MODEL), RequestLimits(context_tokens=4096, vocab=300)
 
-    def check_room(self, principal: str, wanted: int) -> None:
-        pass
+    def check_room(self, principal: Principal, wanted: int) -> None:
+        self.wanted.append((principal, wanted))
+        if wanted >= self.too_many:
+            raise QueueFull("no room", retry_after_s=1.0)
 
     @contextmanager
     def open(self, requests: Sequence[Request], timeout_s: float, emitted: Any = ()) -> Any:
@@ -100,7 +104,7 @@ class Clients:
     """Two keys' clients of one application."""
 
     def __init__(self, app: Any, backend: Asked) -> None:
-        self._backend = backend
+        self.backend = backend
         transport = httpx.ASGITransport(app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://edgemoe")
 
@@ -109,7 +113,7 @@ class Clients:
         auth = {"authorization": f"Bearer {SECRETS[name]}"}
         answer = await self.http.post(path, json=ENDPOINTS[path] | extra, headers=auth | (headers or {}))
         assert answer.status_code == 429, answer.text
-        return self._backend.requests.pop()
+        return self.backend.requests.pop()
 
 
 @asynccontextmanager
@@ -130,6 +134,44 @@ async def clients_of(text_model: TextModel, folder: Path, **options: Any) -> Asy
 async def clients(text_model: TextModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
     async with clients_of(text_model, tmp_path_factory.mktemp("keys")) as found:
         yield found
+
+
+WRONG: dict[str, Any] = {"temperature": ["hot"], "options": 7}  # a body that is worked on is a 400
+CHOICES: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"n": 100}, 100),
+    ({"n": 100.0}, 100),
+    ({"n": "100"}, 100),
+    ({"n_cmpl": 100}, 100),
+    ({"extra_body": {"n": 100}}, 100),
+    *(({"n": odd}, 1) for odd in (None, 0, -5, 1000, 10**30, 2.5, True, "many", [100], {"n": 100})),
+    ({"extra_body": 7}, 1),
+]
+
+
+@pytest.mark.parametrize("path", [*ENDPOINTS, "/completion", "/infill", "/api/chat", "/api/generate", "/api/v1/chat"])
+async def test_a_full_principal_is_refused_before_its_body_is_worked_on(clients: Clients, path: str) -> None:
+    backend, headers = clients.backend, {"authorization": f"Bearer {SECRETS['bob']}"}
+    body = {"model": "tiny", **ENDPOINTS.get(path, {}), **WRONG}
+    assert (await clients.http.post(path, json=body, headers=headers)).status_code == 400
+    backend.too_many = 1
+    try:
+        answer = await clients.http.post(path, json=body, headers=headers)
+    finally:
+        backend.too_many = 1000
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert "no room" in str(answer.json()["error"])
+    assert backend.wanted[-1] == (key_principal(SECRETS["bob"]), 1)
+    assert not backend.requests
+
+
+@pytest.mark.parametrize(("fields", "wanted"), CHOICES)
+async def test_room_is_looked_for_as_many_choices_as_the_body_asks_for(
+    clients: Clients, fields: dict[str, Any], wanted: int
+) -> None:
+    body = ENDPOINTS["/v1/completions"] | WRONG | fields
+    await clients.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {SECRETS['bob']}"})
+    assert clients.backend.wanted[-1][1] == wanted
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
