@@ -33,7 +33,7 @@ from edgemoe.telemetry.metrics import select
 from edgemoe.types.json_object import Json
 
 if TYPE_CHECKING:
-    from edgemoe.cli.plan.plan_command import SpeedBound
+    from edgemoe.cli.plan.speed_bounds import SpeedBound
 
 STREAMS = (1, 4, 16)
 ROUNDS = 3  # of as many requests as there are streams
@@ -132,7 +132,7 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
 def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[SpeedBound], str]:
     """Returns the bounds of this machine, or the reason they are unknown; measured while the daemon is idle."""
     os.environ.update(WORKER_ENV)  # threads wait as an engine's do; torch reads this when it is loaded
-    from edgemoe.cli.plan.plan_command import bounds
+    from edgemoe.cli.plan.speed_bounds import bounds
 
     settings = load(Path(args.config) if args.config else None, args.set).settings
     try:

@@ -328,13 +328,14 @@ Requests that run go on; the next one is refused. Example:
 """
 
 PLAN = """\
-Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` would divide it now; times are measured
-on layers of the model's own shapes with random weights, and how many experts are missing is read from a curve that
-other models' routing gave. It takes up to a minute, more where kernels have to be compiled, and says on standard error
-what it does. With --boxes a layer's missing experts are computed by other boxes or read from the disk, as is faster,
-and the last line compares this with one box. A GPU's speed is not foretold. Some encodings are shown;
---experts all shows every one, --experts q4_k+q6_k that one. The last lines name the choice of --experts auto.
-Where the dense weights do not fit a box, the layers are divided over several, by the memory that --box names for each.
+Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` would divide it now; times are
+measured on layers of the model's own shapes with random weights, and how many experts are missing is read from a
+curve that other models' routing gave. It takes up to a minute, and says on standard error what it does. Where the
+time does not suffice, as on a busy machine that has to compile kernels, the limit by the rates of memory and disk is
+shown: "< 3.1". With --boxes a layer's missing experts are computed by other boxes or read from the disk, as is
+faster, and the last line compares this with one box. A GPU's speed is not foretold. Some encodings are shown;
+--experts all shows every one, --experts q4_k+q6_k that one. The last lines name the choice of --experts auto. Where
+the dense weights do not fit a box, the layers are divided over several, by the memory that --box names for each.
 
 Examples:
   edgemoe plan ./Qwen3-30B-A3B

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from edgemoe.experts.activity import CODES as ACTIVITY_CODES
@@ -18,7 +19,7 @@ from edgemoe.experts.tiers.residency_ops import CODES as TIER_CODES
 from edgemoe.jit.object_cache import CompiledPart, build
 from edgemoe.kernels.cpu.encoded.row_code import row_parts
 from edgemoe.kernels.cpu.runtime import kernel_part, stage_parts
-from edgemoe.types.encoding import AFFINE, BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4
+from edgemoe.types.encoding import AFFINE, BFLOAT16, ENCODINGS, FLOAT32, FP8, INT4, INT8, MXFP4
 
 TIERS = CompiledPart((*TIER_CODES, *ASSIGNMENT_CODES, *ACTIVITY_CODES, *HINT_CODES, *EXCHANGE_CODES))
 
@@ -29,6 +30,17 @@ def model_parts(bf16: bool) -> Iterator[CompiledPart]:
     yield from stage_parts(bf16)
     for encoding in (*((BFLOAT16,) if bf16 else ()), FLOAT32, INT8, INT4, MXFP4, FP8, *AFFINE):
         yield from row_parts(encoding, bf16)
+
+
+def kernels_of(dtype: str) -> list[CompiledPart]:
+    """Returns the kernels for a weight type by its name."""
+    return [kernel_part(dtype == BFLOAT16.name)]
+
+
+def tiers_and_rows(dtype: str, *encodings: str) -> list[CompiledPart]:
+    """Returns the tiers, and the rows of encodings by their names, for a weight type."""
+    rows = (row_parts(ENCODINGS[name], dtype == BFLOAT16.name) for name in encodings)
+    return [TIERS, *chain.from_iterable(rows)]
 
 
 def every_part() -> Iterator[CompiledPart]:

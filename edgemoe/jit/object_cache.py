@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +165,7 @@ def link(
         return
     if (built := _built(codes, variant)) is not None:
         symbols, object_code = built
-    elif directory is None or not _is_private(directory):
+    elif directory is None or not is_private(directory):
         _compile_each(codes, progress)
         symbols, object_code = _compile(codes)
     else:
@@ -190,7 +190,7 @@ def is_ready(codes: Sequence[Code], directory: Path, variant: str = "") -> bool:
 def compile_ahead(codes: Sequence[Code], directory: Path, variant: str = "") -> None:
     """Compiles into an object file of `directory`, which `link` in another process waits for and reads."""
     path = _path_in(directory, codes, variant)
-    if _is_private(directory) and _kept(path, codes) is None:
+    if is_private(directory) and _kept(path, codes) is None:
         _compile_once(path, codes, no_progress)
 
 
@@ -263,7 +263,7 @@ def _compile_once(path: Path, codes: Sequence[Code], progress: CompileProgress) 
             lock = open_kept(path.with_suffix(".lock"))
             stack.callback(os.close, lock)
         except OSError as error:
-            log.warning("kernels are compiled without waiting for other engines", extra={"why": str(error)})
+            _warn_once("kernels are compiled without waiting for other engines", _why(error, path.parent))
         else:
             progress("waiting for another engine that compiles", 0, len(codes))
             _lock_before(lock, time.monotonic() + COMPILE_S)
@@ -285,18 +285,29 @@ def _lock_before(lock: int, end_s: float) -> None:
         time.sleep(0.1)
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
     """Whether only this user can write the directory; creates it if it is missing."""
     try:
         make_folder(directory, 0o700)
         status = directory.stat()
     except OSError as error:
-        log.warning("kernels are compiled at each start", extra={"why": str(error)})
+        _warn_once("kernels are compiled at each start", _why(error, directory))
         return False
     if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
         return True
-    log.warning("kernels are compiled at each start", extra={"why": f"others can write {directory}"})
+    _warn_once("kernels are compiled at each start", f"others can write {directory}")
     return False
+
+
+def _why(error: OSError, directory: Path) -> str:
+    """Returns the reason, which is the same for each file of a folder."""
+    return f"{error.strerror or error}: {directory}"
+
+
+@cache
+def _warn_once(text: str, why: str) -> None:
+    """Logs a warning, once for all parts of the code."""
+    log.warning(text, extra={"why": why})
 
 
 def sources(codes: Sequence[Code]) -> list[Path]:
@@ -360,7 +371,7 @@ def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
             if time.time() - _age(left) > COMPILE_S:
                 remove_file(left, missing_ok=True)
     except OSError as error:
-        log.warning("compiled kernels could not be kept", extra={"why": str(error)})
+        _warn_once("compiled kernels could not be kept", _why(error, path.parent))
 
 
 def _packed(symbols: dict[str, str], machine_code: bytes) -> bytes:

@@ -210,7 +210,9 @@ class StoreCard:
 
 
 def listing(store_dir: str | Path, width: int) -> Table | str:
-    """Returns the `table`, or two lines for each store if that is wider than `width`."""
+    """Returns the `table`, or two lines for each store if that is wider than `width`; a line if there is no store."""
+    if not find_stores(store_dir):
+        return f"No packed models in {store_dir}. `edgemoe pull OWNER/NAME` and `edgemoe pack FOLDER` make some."
     found = table(store_dir)
     if Console(width=MOST_COLUMNS).measure(found).maximum <= width:
         return found

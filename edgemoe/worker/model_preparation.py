@@ -39,7 +39,7 @@ def link_kernels(
     directory, progress, tiers = kernel_dir(settings), report_compiling(report, "kernels"), compiled_parts.TIERS
     in_bytes = settings.engine.prompt_activations == "int8"
     report("kernels")
-    with closing(CompileProcess(tiers, f"{compiled_parts.__name__}:TIERS", directory)):
+    with closing(CompileProcess([tiers], f"{compiled_parts.__name__}:TIERS", directory)):
         kernels = Kernels(threads, bf16, directory, progress, in_bytes)
         for encoding in encodings:
             kernels.row_code(encoding)

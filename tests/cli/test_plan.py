@@ -10,10 +10,12 @@ import json
 import math
 import os
 import re
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,17 +29,20 @@ from support.published import CONFIGURATIONS
 from edgemoe.cli import bench, main
 from edgemoe.cli.plan import disk, plan_command, speed
 from edgemoe.cli.plan import measure as rates
+from edgemoe.cli.plan.compiled_kernels import CompiledKernels
 from edgemoe.cli.plan.measure import LayerTimes, MachineRates, resident_tiers
-from edgemoe.cli.plan.plan_command import PhaseReport, Planner, PlanOptions
+from edgemoe.cli.plan.plan_command import PhaseReport, Planner, PlanOptions, SpeedForecast
 from edgemoe.cli.plan.speed import find_model
 from edgemoe.cli.status_command import StatusSnapshot
-from edgemoe.config.settings import DeviceSettings, MemorySettings, Settings
+from edgemoe.config.settings import DeviceSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.demo import model_path
 from edgemoe.encodings.codec import pack as encode
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.compiled_parts import kernels_of, tiers_and_rows
 from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec
+from edgemoe.jit.object_cache import compile_ahead
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
@@ -223,7 +228,7 @@ def test_a_machine_without_the_memory_to_measure_is_told_so_and_nothing_is_alloc
     )
     found = planner.forecast(variant, times)
     assert (found.why, found.in_ram, found.tokens_per_s) == ("", 1, 0)
-    assert found.limit == f"not foretold: {times.why}"
+    assert found.limit == f"not measured: {times.why}"
 
 
 def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,35 +245,63 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan_command, "measure_layers", one_second)
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
-    monkeypatch.setattr(plan_command, "link_kernels", lambda *_: None)
-    question = PlanOptions(16, 1, 32, 1, "usual")
-    planner, measured = plan_command._measure(list(subject.variants()), question, settings, PhaseReport(), math.inf)
+    question, now_s = PlanOptions(16, 1, 32, 1, "usual"), time.monotonic()
+    planner, measured = plan_command._measure(list(subject.variants()), question, settings, PhaseReport(), now_s)
     forecasts = [planner.forecast(*each) for each in measured]
     assert timed == [each.encoding for each in forecasts if not each.why] == [smallest.label]
     assert all("dense weights" in each.why for each in forecasts[:-1])
 
 
-def test_compiling_counts_towards_the_deadline_and_only_fitting_models_are_compiled_for(
+def test_encodings_whose_kernels_are_not_compiled_in_time_get_the_limit_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, compiled = SlowMachine(monkeypatch), list[float]()
-
-    def compile_slowly(*_: object) -> None:
-        machine.spend(50.0)
-        compiled.append(machine.now_s)
-
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
-    monkeypatch.setattr(plan_command, "link_kernels", compile_slowly)
+    monkeypatch.setattr(rates, "BUDGET_S", 0.1)
+    monkeypatch.setattr(plan_command, "DEADLINE_S", math.inf)
     variants = list(find_model(str(MODEL / "config.json"), tmp_path).variants())
-    question, settings = PlanOptions(16, 1, 32, 1, "usual"), Settings()
-    _, measured = plan_command._measure(variants, question, settings, PhaseReport(), rates.DEADLINE_S)
-    assert {times.why for _, times in measured} == {rates.LATE}
-    assert compiled == [50.0]
+    settings = Settings(model=ModelSettings(store_dir=str(tmp_path / "stores")))
+    question, long_ago_s = PlanOptions(16, 1, 32, 1, "usual"), time.monotonic() - plan_command.COMPILED_S
+
+    def planned() -> list[SpeedForecast]:
+        planner, measured = plan_command._measure(variants, question, settings, PhaseReport(), long_ago_s)
+        return [planner.forecast(*each) for each in measured]
+
+    late = planned()
+    assert {each.limit for each in late} == {f"not measured: {rates.NOT_COMPILED}"}
+    assert all(each.most_tokens_per_s > 0 for each in late)
+    assert not list((tmp_path / "kernels").glob("*.o")), "the processes have ended"
+    (tmp_path / "kernels").rmdir()
+    (tmp_path / "kernels").symlink_to(KERNELS)
+    for part in (*kernels_of("bfloat16"), *tiers_and_rows("bfloat16", "bfloat16", "int8")):
+        compile_ahead(part.codes, KERNELS, part.variant)
+    some = {each.encoding: each for each in planned()}
+    assert min(some["bfloat16"].tokens_per_s, some["int8"].tokens_per_s) > 0
+    assert some["bfloat16"].most_tokens_per_s == 0
+
+
+def test_nothing_is_compiled_for_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
+    monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
     monkeypatch.setattr(probes, "probe_machine", lambda **_: Machine(16 << 30, 1 << 20, 2, None))
-    _, measured = plan_command._measure(variants, question, settings, PhaseReport(), math.inf)
+    variants = list(find_model(str(MODEL / "config.json"), tmp_path).variants())
+    settings = Settings(model=ModelSettings(store_dir=str(tmp_path / "stores")))
+    question = PlanOptions(16, 1, 32, 1, "usual")
+    _, measured = plan_command._measure(variants, question, settings, PhaseReport(), time.monotonic())
     assert {times.why for _, times in measured} == {"it does not fit"}
-    assert len(compiled) == 1
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_kernels_that_cannot_be_kept_are_compiled_into_a_folder_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = find_model(str(MODEL / "config.json"), tmp_path).spec
+    with closing(CompiledKernels(None, [spec])) as compiled:
+        (folder,) = tmp_path.glob("edgemoe-*")
+        compiled.wait(time.monotonic())
+        assert not compiled.has_code(spec)
+    assert not folder.exists()
 
 
 class SlowMachine:
@@ -373,7 +406,7 @@ def test_measurements_are_kept_if_the_stores_may_not_be_read(monkeypatch: pytest
         raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/edgemoe/stores")
 
     monkeypatch.setattr(bench, "WORKER_ENV", {})
-    monkeypatch.setattr("edgemoe.cli.plan.plan_command.bounds", refuse)
+    monkeypatch.setattr("edgemoe.cli.plan.speed_bounds.bounds", refuse)
     now = StatusSnapshot("", {"model": {}}, {})
     found, why = bench._allowed(now, argparse.Namespace(config=None, set=[], prompt=8, tokens=8))
     assert not found

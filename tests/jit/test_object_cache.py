@@ -255,3 +255,15 @@ def test_code_compiled_ahead_is_linked_and_nothing_compiled(tmp_path: Path) -> N
     assert result(codes[1]) == 42
     assert "compiled" not in codes[1].__dict__
     assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_folder_that_cannot_be_used_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    for folder in (tmp_path / "file", tmp_path / "open"):
+        for codes in (make(), make()):
+            link(codes, folder)
+            assert result(codes[1]) == 42
+    found = [vars(record)["why"] for record in caplog.records if record.message == "kernels are compiled at each start"]
+    assert found == [f"Not a directory: {tmp_path / 'file'}", f"others can write {tmp_path / 'open'}"]

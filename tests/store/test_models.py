@@ -256,6 +256,12 @@ def test_a_name_is_on_one_line_however_narrow_the_terminal(checkpoint: Make, tmp
     assert any("complete" in line for line in lines)
 
 
+def test_a_folder_without_stores_is_said_to_be_empty(tmp_path: Path) -> None:
+    listed = models.listing(tmp_path / "missing", 80)
+    assert isinstance(listed, str)
+    assert listed.startswith(f"No packed models in {tmp_path / 'missing'}")
+
+
 def test_the_demo_model_is_listed_by_the_name_that_clients_call_it(tmp_path: Path) -> None:
     store = ensure_store(demo.model_path(), tmp_path)
     assert store.name.startswith(f"{demo.NAME}-v")

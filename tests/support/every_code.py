@@ -22,7 +22,7 @@ from edgemoe.types.encoding import FP8
 
 PACKAGE = "7edgemoe"  # in a mangled name
 LIBC = {"memcpy", "memmove", "memset", "sched_yield", "sem_post", "sem_timedwait", "sem_wait"}
-LIBM = {"expf", "log10", "logf", "pow"}
+LIBM = {"expf", "log10", "logf", "pow", "sqrtf"}  # the last for Arm by LLVM 20, of the lowest Numba
 PYTHON = {
     *("PyBytes_FromStringAndSize", "PyErr_Clear", "PyErr_SetNone", "PyErr_SetString", "PyErr_WriteUnraisable"),
     *("PyExc_RuntimeError", "PyExc_StopIteration", "PyExc_SystemError", "PyObject_Hash", "PyTuple_Pack"),

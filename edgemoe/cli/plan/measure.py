@@ -233,7 +233,9 @@ PROMPT_S = 3.0  # that a prompt may take; of one that takes longer, LEAST_PROMPT
 BOUND_S = 1.0  # of the timed steps of one number of sequences
 MEMORY_ROUNDS, MOST_STEPS, WARM_STEPS = 5, 200, 8
 LEAST_PROMPT = 64  # tokens of a prompt that is timed in place of a longer one
+COMPILED_S = 48.0  # of the command's time, after which nothing more is compiled
 LATE = f"{DEADLINE_S:g} s had passed; run it again when the machine is less busy"
+NOT_COMPILED = f"its kernels were not compiled after {COMPILED_S:g} s; run it again when the machine is less busy"
 SPARE_BYTES = 256 << 20  # left to all else on the machine while something is measured
 
 Say = Callable[[str], None]  # reports the present measurement

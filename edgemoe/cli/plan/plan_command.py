@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,29 +20,31 @@ from edgemoe.cli.auto_encoding import AUTO, DIVERGENCE
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.choice import EncodingOffer, choose
+from edgemoe.cli.plan.compiled_kernels import CompiledKernels
 from edgemoe.cli.plan.disk import ROOM_BYTES, read_times
 from edgemoe.cli.plan.layer_division import PlannedBox, named_boxes, plan_stages
-from edgemoe.cli.plan.measure import DEADLINE_S, LayerTimes, MachineRates, decode_times, measure_layers, memory_rate
+from edgemoe.cli.plan.measure import (
+    COMPILED_S,
+    DEADLINE_S,
+    NOT_COMPILED,
+    LayerTimes,
+    MachineRates,
+    dense_bytes,
+    measure_layers,
+    memory_rate,
+)
 from edgemoe.cli.plan.speed import ModelVariant, PlannedModel, find_model, model_of, rest_bytes
 from edgemoe.config.budgets import Budgets, devices_of, resolve_budgets, runs_on_gpu
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size, parse_rate
-from edgemoe.errors import CapacityError, ConfigError, EdgemoeError, StoreError
-from edgemoe.families.spec import ModelSpec
+from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.jit.thread_pool import ThreadPool
-from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.rights import become_owner
-from edgemoe.store.catalog import find_stores, is_store
-from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry import probes
-from edgemoe.telemetry.metrics import select
-from edgemoe.types.encoding import pair_of
-from edgemoe.types.json_object import Json
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.worker.model_preparation import link_kernels, needs_of
+from edgemoe.worker.model_preparation import kernel_dir, needs_of
 
 MOST_SEQUENCES = 1024  # whose steps are measured
 MORE_BYTES = 16 << 30  # of RAM, in one of the remedies
@@ -79,6 +82,7 @@ class SpeedForecast:
     tokens_per_s: float = 0.0  # of one sequence
     batch_tokens_per_s: float = 0.0  # of all sequences together
     first_token_s: float = 0.0
+    most_tokens_per_s: float = 0.0  # of one sequence, by the rates of memory and disk; where nothing was measured
     limit: str = ""
 
 
@@ -159,7 +163,8 @@ class Planner:
         if runs_on_gpu(devices_of(self.settings, self.machine)):
             return replace(found, limit="not foretold for a GPU")
         if times.why:
-            return replace(found, limit=f"not foretold: {times.why}")
+            most = 1 / self._least_s(variant, times, places) if times.disk_s or not found.on_disk else 0.0
+            return replace(found, limit=f"not measured: {times.why}", most_tokens_per_s=most)
         if found.on_disk and not times.disk_s:
             return replace(found, limit="not foretold: the disk was not measured")
         question, spec = self.question, variant.spec
@@ -180,6 +185,17 @@ class Planner:
             first_token_s=first.total_s * question.prompt_tokens / times.prompt_tokens,
             limit=one.limit,
         )
+
+    def _least_s(self, variant: ModelVariant, times: LayerTimes, places: speed.TierShares) -> float:
+        """Returns the seconds of a step of one token whose layers take no longer than memory takes to be read."""
+        model, geometry, rest = model_of(variant), variant.spec.geometry, rest_bytes(variant)
+        experts = geometry.all_bytes / geometry.count * geometry.top_k
+        rate = self.rates.memory_bytes_per_s
+        layer_s = (experts + (dense_bytes(variant.spec) - rest) / model.layers) / rate
+        work = speed.StepWork(
+            1, layer_s, rest / rate, variant.spec.kv_layout.held_bytes(self.question.context_tokens // 2)
+        )
+        return speed.step(model, work, replace(places, disk_s=times.disk_s), self.question.curve).total_s
 
     def _places(self, budgets: Budgets, boxes: int, disk_s: tuple[float, ...]) -> speed.TierShares:
         device = next((device for device in budgets.devices if device.kind != "cpu"), None)
@@ -205,8 +221,11 @@ class PhaseReport:
             print(f"edgemoe plan: {phase} ...", file=sys.stderr, flush=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0 if an encoding fits. Raises ConfigError, CheckpointError, StoreError."""
+def run(args: argparse.Namespace, began_s: float) -> int:
+    """Prints the plan. Returns 0 if an encoding fits. Raises ConfigError, CheckpointError, StoreError.
+
+    The command began at `began_s` of `time.monotonic`: importing torch takes a part of its time.
+    """
     named = named_boxes(args.box)
     if named and args.boxes not in (1, len(named)):
         raise ConfigError(f"--boxes {args.boxes}, but --box names {len(named)}; leave one of them out")
@@ -215,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
         )
-    began_s, settings = time.monotonic(), load(Path(args.config) if args.config else None, args.set).settings
+    settings = load(Path(args.config) if args.config else None, args.set).settings
     become_owner(Path(settings.model.store_dir))
     subject = find_model(args.model, Path(settings.model.store_dir))
     variants = list(subject.variants("" if args.experts == AUTO else args.experts))
@@ -226,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     question = PlanOptions(
         context, args.sequences, args.prompt, args.boxes, args.routing, rates[0] or speed.LINK_BYTES_PER_S, rates[1]
     )
-    planner, measured = _measure(variants, question, settings, PhaseReport(), began_s + DEADLINE_S)
+    planner, measured = _measure(variants, question, settings, PhaseReport(), began_s)
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))
     alone = planner.forecast(*measured[0], boxes=1) if args.boxes > 1 else None
@@ -272,51 +291,55 @@ def chosen_here(model: str, settings: Settings) -> tuple[EncodingOffer, str]:
 
 
 def _measure(
-    variants: Sequence[ModelVariant], question: PlanOptions, settings: Settings, say: PhaseReport, ends_s: float
+    variants: Sequence[ModelVariant], question: PlanOptions, settings: Settings, say: PhaseReport, began_s: float
 ) -> tuple[Planner, list[tuple[ModelVariant, LayerTimes]]]:
     """Returns a planner with this machine's rates, and the layer times of each encoding of the model.
 
-    Encodings that do not fit are not timed, nor any after the time `ends_s` of `time.monotonic`.
+    Encodings that do not fit are not timed, nor those for which the time does not suffice: the command began at
+    `began_s` of `time.monotonic`.
     """
-    machine, stores = (
-        probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
-        settings.model.store_dir,
-    )
+    machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     pool = ThreadPool(threads)
-    say("reading the disk")
-    sizes = [variant.spec.geometry.largest_bytes for variant in variants]
-    reads = (
-        read_times(Path(stores), sizes, speed.READ_AT_ONCE)
-        if not question.disk_bytes_per_s
-        else [tuple(count * size / question.disk_bytes_per_s for count in speed.READ_AT_ONCE) for size in sizes]
-    )
-    disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
-    device = settings.device[0]
-    rates = MachineRates(device.memory_bytes_per_s or memory_rate(pool), disk_bytes_per_s, device.link_bytes_per_s)
-    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
-    planner = Planner(question, settings, machine, rates)
-    fitting, timed = [variant for variant in variants if planner.has_room(variant)], list[LayerTimes]()
-    if fitting:
-        say("preparing kernels")
-        kernels = _kernels(settings, threads, [variant.spec for variant in fitting])
-        timed = measure_layers(fitting, kernels, question.sequences, chunk, say, ends_s)
-    times = {variant.label: taken for variant, taken in zip(fitting, timed, strict=True)}
+    untimed = LayerTimes(0.0, 0.0, question.sequences, 0.0, min(question.prompt_tokens, settings.engine.step_tokens))
+    times = {variant.label: replace(untimed, why="it does not fit") for variant in variants}
+    planner = Planner(question, settings, machine, MachineRates(0.0, 0.0, 0.0))
+    fitting = [variant for variant in variants if planner.has_room(variant)]
+    times.update((variant.label, replace(untimed, why=NOT_COMPILED)) for variant in fitting)
+    specs = [variant.spec for variant in fitting]
+    with closing(CompiledKernels(kernel_dir(settings), specs)) if fitting else nullcontext() as compiled:
+        say("reading the disk")  # while the kernels are compiled
+        reads = _reads(variants, question, settings)
+        if compiled is not None:
+            say("compiling kernels")
+            compiled.wait(began_s + COMPILED_S)
+        planner = replace(planner, rates=_rates(variants[0], reads[0], pool, settings))
+        if compiled is not None and (ready := [each for each in fitting if compiled.has_code(each.spec)]):
+            kernels = compiled.link(threads, settings.engine.prompt_activations == "int8")
+            ends_s = began_s + DEADLINE_S
+            timed = measure_layers(ready, kernels, question.sequences, untimed.prompt_tokens, say, ends_s)
+            times.update((variant.label, taken) for variant, taken in zip(ready, timed, strict=True))
     say("")
-    untimed = LayerTimes(0.0, 0.0, question.sequences, 0.0, chunk, why="it does not fit")
-    measured = [
-        (each, replace(times.get(each.label, untimed), disk_s=disk_s))
-        for each, disk_s in zip(variants, reads, strict=True)
+    return planner, [
+        (each, replace(times[each.label], disk_s=disk_s)) for each, disk_s in zip(variants, reads, strict=True)
     ]
-    return planner, measured
 
 
-def _kernels(settings: Settings, threads: int, specs: Sequence[ModelSpec]) -> Kernels:
-    """Returns the kernels for models of one weight type in several encodings."""
-    names = {name for spec in specs for name in spec.encodings or (spec.dtype,)}
-    encodings = {each for name in names for each in pair_of(name)}
-    return link_kernels(settings, threads, specs[0].dtype == "bfloat16", lambda *_: None, encodings)
+def _reads(variants: Sequence[ModelVariant], question: PlanOptions, settings: Settings) -> list[tuple[float, ...]]:
+    """Returns for each variant the seconds of reading some experts at once; (): not measured."""
+    sizes = [variant.spec.geometry.largest_bytes for variant in variants]
+    if rate := question.disk_bytes_per_s:
+        return [tuple(count * size / rate for count in speed.READ_AT_ONCE) for size in sizes]
+    return read_times(Path(settings.model.store_dir), sizes, speed.READ_AT_ONCE)
+
+
+def _rates(variant: ModelVariant, disk_s: Sequence[float], pool: ThreadPool, settings: Settings) -> MachineRates:
+    """Returns the rates of this machine, whose disk takes `disk_s` for experts of the variant."""
+    device = settings.device[0]
+    read_bytes = speed.READ_AT_ONCE[-1] * variant.spec.geometry.largest_bytes
+    disk_bytes_per_s = read_bytes / disk_s[-1] if disk_s else 0.0
+    return MachineRates(device.memory_bytes_per_s or memory_rate(pool), disk_bytes_per_s, device.link_bytes_per_s)
 
 
 def advise(
@@ -383,7 +406,8 @@ def _picture(
         sizes = (format_size(size) for size in (each.dense_bytes, each.kv_bytes, each.expert_bytes))
         shares = (f"{share:.0%}" for share in (each.in_vram, each.in_ram, each.on_disk))
         known = [f"{each.tokens_per_s:.1f}", f"{each.batch_tokens_per_s:.1f}", f"{each.first_token_s:.2f} s"]
-        speeds = known if each.tokens_per_s else [""] * 3
+        most = f"< {each.most_tokens_per_s:.1f}" if each.most_tokens_per_s else ""
+        speeds = known if each.tokens_per_s else [most, "", ""]
         table.add_row(
             each.encoding, *sizes, *(shares if each.context_tokens else [""] * 3), *speeds, each.why or each.limit
         )
@@ -395,6 +419,11 @@ def _picture(
         f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores {disk}, "
         f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
         f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
+        *(
+            ["<: the limit by the rates of memory and disk."]
+            if any(each.most_tokens_per_s for each in forecasts)
+            else []
+        ),
         *_rows_lines(forecasts),
         *([compared(question, forecasts[0], alone)] if alone is not None else []),
         *([f"--experts auto takes {chosen.reason(question.curve)}."] if chosen is not None else []),
@@ -427,68 +456,3 @@ def compared(question: PlanOptions, together: SpeedForecast, alone: SpeedForecas
 
 def _boxes(boxes: int) -> str:
     return "this machine" if boxes == 1 else f"{boxes} boxes like this one"
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedBound:
-    """The speed of one number of streams: seconds a token, tokens a second of all, and the step's longest part."""
-
-    streams: int
-    per_output_token_s: float
-    tokens_per_s: float
-    limit: str
-
-
-def bounds(
-    settings: Settings, model: Json, metrics: Mapping[str, float], streams: Sequence[int], context_tokens: int
-) -> list[SpeedBound]:
-    """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
-
-    Raises StoreError if its store is not found, its experts are on a GPU, or a disk cannot be measured. Raises
-    CapacityError if there is not enough memory to measure.
-    """
-    machine = probes.probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if runs_on_gpu(devices_of(settings, machine)):
-        raise StoreError("bounds are known for CPUs only, and these experts run on a GPU")
-    (variant,) = find_model(
-        str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)
-    ).variants()
-    threads = settings.engine.threads or machine.cpus
-    torch.set_num_threads(threads)
-    kernels = _kernels(settings, threads, [variant.spec])
-    places = _places_of(settings, variant, metrics, memory_rate(kernels.pool))
-    rest_s = rest_bytes(variant) / places.memory_bytes_per_s
-    read_bytes = variant.spec.kv_layout.held_bytes(context_tokens // 2)
-    found = []
-    for count, layer_s in zip(streams, decode_times(variant.spec, kernels, streams), strict=True):
-        work = speed.StepWork(count, layer_s, rest_s, count * read_bytes)
-        times = speed.step(model_of(variant), work, places, "usual")
-        found.append(SpeedBound(count, times.total_s, count / times.total_s, times.limit))
-    return found
-
-
-def served_store(settings: Settings, digest: str) -> Path:
-    """Returns the store of that content. Raises StoreError."""
-    named = Path(settings.model.path or "/nowhere")
-    for store in ([named] if is_store(named) else []) + find_stores(settings.model.store_dir):
-        try:
-            if Manifest.read(store).digest == digest:
-                return store
-        except (EdgemoeError, OSError):  # another one, unfinished or damaged
-            continue
-    raise StoreError(
-        f"the daemon's store is not in {settings.model.store_dir}; name the daemon's settings with --config"
-    )
-
-
-def _places_of(
-    settings: Settings, variant: ModelVariant, metrics: Mapping[str, float], memory_bytes_per_s: float
-) -> speed.TierShares:
-    count = variant.spec.geometry.count
-    ram, vram = (min(1.0, select(metrics, names.TIER_SLOTS, tier=tier) / count) for tier in ("ram", "vram"))
-    link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
-    size, directory = variant.spec.geometry.largest_bytes, Path(settings.model.store_dir)
-    (disk_s,) = read_times(directory, [size], speed.READ_AT_ONCE) if ram < 1 else [()]
-    if ram < 1 and not disk_s:
-        raise StoreError(f"the disk of {directory} was not measured: it may not be written to, or is full")
-    return speed.TierShares(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)

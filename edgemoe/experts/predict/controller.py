@@ -154,7 +154,7 @@ class PredictionController:
 
     def _compile(self) -> None:
         """Has another process compile the predictor, so that steps go on meanwhile; closing ends it."""
-        with closing(CompileProcess(PREDICTOR, PREDICTOR_PLACE, self._kept.kernels, niceness=10)) as compiling:
+        with closing(CompileProcess([PREDICTOR], PREDICTOR_PLACE, self._kept.kernels, niceness=10)) as compiling:
             while compiling.is_running and not self._closed.wait(POLL_S):
                 pass
 
