@@ -299,7 +299,8 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
         state += f" ({loading_text(loading)})"
     has_several = bool(health.get("models"))
     name = "edgemoe" if has_several else model.get("id", "edgemoe")
-    heading = Text.assemble((name, "bold"), " is ", (state, colour), f" at {snapshot.socket}\n")
+    verb = " has " if state == "failed" else " is "
+    heading = Text.assemble((name, "bold"), verb, (state, colour), f" at {snapshot.socket}\n")
     if model and not has_several:
         heading.append(
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "

@@ -182,7 +182,7 @@ async def test_every_endpoint_gives_the_reason_in_its_own_form_and_every_command
         assert health.json()["cannot_start"]["last_lines"][0] == "LLVM ERROR: Symbol not found"
         socket_path = Path(settings.api.socket)
         found, _ = await asyncio.to_thread(daemon, socket_path)
-        assert reason in [one.said for one in found if one.check == "engine" and one.state == "failure"]
+        assert [(one.check, one.said) for one in found if one.state != "pass"] == [("engine", reason)]
         with Client(socket_path) as terminal:
             console = Console(width=4000, file=io.StringIO())
             console.print(render(await asyncio.to_thread(take_snapshot, terminal, socket_path)))
@@ -190,6 +190,7 @@ async def test_every_endpoint_gives_the_reason_in_its_own_form_and_every_command
                 await asyncio.to_thread(terminal.wait_while_loading, print)
         assert isinstance(console.file, io.StringIO)
         assert reason in console.file.getvalue()
+        assert console.file.getvalue().startswith("edgemoe has failed at ")
         assert str(chat.value) == reason
     assert "Traceback" not in caplog.text
     assert caplog.text.count(reason) == 1

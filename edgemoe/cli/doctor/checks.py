@@ -400,16 +400,16 @@ def damaged_memory(metrics: Mapping[str, float]) -> Iterator[CheckResult]:
 
 def _described(health: Json, release: str, path: Path) -> Iterator[CheckResult]:
     status, engine = str(health.get("status")), health.get("engine") or {}
-    state: State = "pass" if status == "ready" else "failure" if status == "failed" else "warning"
     model = (health.get("model") or {}).get("id", "the daemon")
-    loading = health.get("loading")
-    so_far = f" ({loading_text(loading)})" if loading else ""
-    yield CheckResult("daemon", state, f"{model} is {status}{so_far} at {path}")
+    so_far = f" ({loading_text(loading)})" if (loading := health.get("loading")) else ""
+    failure = health.get("cannot_start")  # which is the engine's
+    state: State = "pass" if status == "ready" or failure else "failure" if status == "failed" else "warning"
+    yield CheckResult("daemon", state, f"{model} {'has' if status == 'failed' else 'is'} {status}{so_far} at {path}")
     for each in health.get("models") or []:
         failed = each["state"] == "failed"
         said = each["reason"] or ("loaded" if each["state"] == "ready" else each["state"])
         yield CheckResult("model", "failure" if failed else "pass", f"{each['name']}: {said}")
-    if failure := health.get("cannot_start"):
+    if failure:
         yield CheckResult("engine", "failure", failure["reason"])
     elif engine.get("starts", 1) > 1:
         why = f"the engine has been started {engine['starts']} times; it last ended: {engine.get('last_end')}"
