@@ -255,7 +255,7 @@ def _listener_faults(api: ApiSettings) -> Iterator[str]:
     ):
         host, _, port = address.rpartition(":")
         if value and not (host and is_port(port)):
-            yield f'{name} is {value!r}; write HOST:PORT, as in "{example}"'
+            yield f'{name} is {value!r}; write HOST:PORT, as in "{example}"; a port is 1 to 65535'
     if api.ollama_keyless and not api.ollama_tcp:
         yield "api.ollama_keyless is set, but api.ollama_tcp is not: name the port, or drop it"
     elif api.ollama_keyless and not is_loopback(api.ollama_address.rpartition(":")[0]):
@@ -276,7 +276,7 @@ def _cluster_faults(cluster: ClusterSettings) -> Iterator[str]:
         value = getattr(cluster, key)
         host, _, port = value.rpartition(":")
         if (value or key == "listen") and not (host and is_port(port)):
-            yield f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"'
+            yield f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"; a port is 1 to 65535'
     if cluster.join and cluster.peers_file:
         yield "cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one"
     if cluster.coordination == "etcd" and not cluster.etcd:

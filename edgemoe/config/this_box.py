@@ -31,7 +31,7 @@ def read_this_box(folder: Path) -> ThisBox | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=ThisBox)
-    except (FileNotFoundError, PermissionError):  # of another user, whose daemon this is not
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of another user, whose daemon this is not
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; remove it to serve alone, or join again") from error

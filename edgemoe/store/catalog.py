@@ -154,8 +154,8 @@ def resolve(name: str, store_dir: str | Path) -> Path:
     remedy = f"; `edgemoe pull {name}` fetches it" if is_of_hub else suggestion(name)
     if missing := first_missing_part(Path(store_dir).expanduser()):
         raise StoreError(
-            f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing; was nothing packed "
-            f"yet, or is its disk not mounted?{remedy}"
+            f"no store of the name {name!r}: {missing}, where model.store_dir lies, is missing (was nothing packed "
+            f"yet, or is its disk not mounted?){remedy}"
         )
     stores = find_stores(store_dir)
     matching = [each for each in stores if model_of(each.name) == path.name]

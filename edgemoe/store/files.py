@@ -286,6 +286,7 @@ def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None
         yield
     except OSError as error:
         remedy = "run it again"
-        if error.errno in NOT_WRITABLE:
+        lacks_folder = error.errno == errno.ENOENT and Path(error.filename or dest) in (dest, *dest.parents)
+        if error.errno in NOT_WRITABLE or lacks_folder:
             remedy = "name a directory that can be written with model.store_dir"
         raise StoreError(f"{error.filename or dest}: {error.strerror}; {work} stopped, {remedy}") from error

@@ -18,6 +18,7 @@ from support.front_kit import SCRIPTED, running, settings_for, write_model
 
 from edgemoe.cli import client, main
 from edgemoe.cli.client import Client
+from edgemoe.config.this_box import read_this_box
 from edgemoe.errors import ServiceError, StoreError
 from edgemoe.front.main import Front
 from edgemoe.store.manifest import MANIFEST
@@ -75,8 +76,10 @@ async def test_a_second_daemon_on_a_socket_names_the_socket_and_its_setting(tmp_
 def test_a_home_that_cannot_be_written_names_the_setting_of_the_stores(tmp_path: Path) -> None:
     source = tiny_checkpoint("qwen3_moe", tmp_path / "tiny")
     (tmp_path / "home").touch()  # so that nothing can be made in it, by root neither
-    with pytest.raises(StoreError, match=r"model\.store_dir"):
-        ensure_store(source, tmp_path / "home/.cache/edgemoe/stores")
+    for folder in (tmp_path / "home/.cache/edgemoe/stores", Path("/proc/stores")):
+        with pytest.raises(StoreError, match=r"name a directory that can be written with model\.store_dir"):
+            ensure_store(source, folder)
+    assert read_this_box(tmp_path / "home/.cache/edgemoe/cluster") is None
 
 
 def test_names_are_whole_where_output_goes_into_a_pipe(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
         ("[engine\n", "edgemoe.toml is not TOML"),
         ("[api]\ntcp = '80'\napi_key_file = 'x'", "write HOST:PORT"),
         ("[api]\ntcp = '127.0.0.1:http'\napi_key_file = 'x'", "write HOST:PORT"),
-        ("[api]\ntcp = '127.0.0.1:65536'\napi_key_file = 'x'", "write HOST:PORT"),
+        ("[api]\ntcp = '127.0.0.1:65536'\napi_key_file = 'x'", "a port is 1 to 65535"),
         ("[[device]]\nkind = 'emulated'\nexpert_bytes = 1000", "needs device.0.link_bytes_per_s"),
         ("[[device]]\nkind = 'emulated'\nlink_bytes_per_s = 1000", "needs device.0.expert_bytes"),
         ("[[device]]\nkind = 'cuda:0'\nlink_bytes_per_s = 1000", "link_bytes_per_s is for emulated"),
