@@ -17,17 +17,14 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import h11
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Scope
 
+from edgemoe.front.http_exchange import BUFFER_BYTES, HttpExchange
 from edgemoe.types.principal import site_of, uid_principal
-
-log = logging.getLogger(__name__)
 
 MAPPED = "::ffff:"  # begins an IPv4 address at a socket for both
 UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -37,10 +34,12 @@ UNREAD_S = 60.0  # without a byte read of a sent answer
 LINGER_S = 2.0  # that a client has to read its last answer while it still sends
 PROBE_S = 0.25  # between checks whether a client that sends no more still reads
 HEAD_BYTES = 32 << 10
-BUFFER_BYTES = 64 << 10  # buffered of a body, of the bytes after it, and of an answer
+MOST_HEADERS = 128
+EMPTY_BYTES = 64  # of empty lines before a head
 UNSENT_BYTES = 16 << 10  # of an answer that the kernel buffers beyond the client's window
 TCP_NOTSENT_LOWAT = 25
 ODD_LINE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]")  # a bare line feed or carriage return, a folded line
+EMPTY_LINES = re.compile(rb"(?:\r\n){1,%d}" % (EMPTY_BYTES // 2))
 SCHEME = re.compile(rb"https?://", re.IGNORECASE)
 BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS is spoken)"
 
@@ -205,8 +204,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Begins the next request once its head is complete."""
-        while self._data.startswith(b"\r\n"):
-            del self._data[:2]
+        if (empty := EMPTY_LINES.match(self._data)) is not None:
+            del self._data[: empty.end()]
         end = self._data.find(b"\r\n\r\n", 0, HEAD_BYTES)
         if ODD_LINE.search(self._data, 0, HEAD_BYTES if end < 0 else end):
             return self._refuse(400, "a head has lines that end in CR LF, and none that is folded")
@@ -219,6 +218,8 @@ class HttpConnection(asyncio.Protocol):
                 self._time(HEAD_S, self._give_up)
             return None
         head, self._data = bytes(self._data[: end + 4]), self._data[end + 4 :]
+        if head.count(b"\r\n") - 2 > MOST_HEADERS:
+            return self._refuse(400, f"a request has at most {MOST_HEADERS} headers")
         parser = h11.Connection(h11.SERVER, HEAD_BYTES)
         try:
             parser.receive_data(head)
@@ -392,106 +393,3 @@ class HttpConnection(asyncio.Protocol):
         poll = select.poll()
         poll.register(self._socket.fileno(), 0)
         return bool(poll.poll(0))
-
-
-class HttpExchange:
-    """One request and its answer, as ASGI receive and send."""
-
-    def __init__(self, connection: HttpConnection, parser: h11.Connection, scope: Scope) -> None:
-        self.scope, self.more_body, self.is_begun, self.is_answered = scope, True, False, False
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-        self._connection, self._parser = connection, parser
-        self._body, self._news = bytearray(), asyncio.Event()
-        self._gone = False
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        assert self._connection.transport is not None
-        return self._connection.transport
-
-    def feed(self, data: bytes) -> None:
-        """Adds bytes of the body."""
-        try:
-            if data:
-                self._parser.receive_data(data)
-            while True:
-                event = self._parser.next_event()
-                if isinstance(event, h11.Data):
-                    self._body += event.data
-                elif isinstance(event, h11.EndOfMessage):
-                    self.more_body = False
-                    self._connection.keep_rest(self._parser.trailing_data[0])
-                    break
-                else:
-                    break
-        except h11.RemoteProtocolError as error:
-            return self._connection.fail(str(error))
-        if len(self._body) > BUFFER_BYTES:
-            self.transport.pause_reading()
-        self._news.set()
-        return None
-
-    def disconnect(self) -> None:
-        """Tells the application that the client has gone."""
-        self._gone = True
-        self._news.set()
-        self.may_write.set()
-
-    def provoke(self) -> None:
-        """Sends a byte that the system of a client that has hung up rejects."""
-        if not self.is_begun and self.scope["http_version"] == "1.1":
-            self.transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-
-    async def run(self, app: ASGIApp) -> None:
-        """Runs the application for this request."""
-        try:
-            await app(self.scope, self.receive, self.send)
-        except Exception as error:
-            log.error("a request failed unexpectedly", exc_info=error)
-        if not self.is_answered and not self._gone:
-            if not self.is_begun:
-                await self.send({"type": "http.response.start", "status": 500, "headers": [(b"connection", b"close")]})
-                await self.send({"type": "http.response.body"})
-            else:
-                self._connection.abort()
-
-    async def receive(self) -> Message:
-        if self._parser.they_are_waiting_for_100_continue and not self._gone and not self.is_begun:
-            self.transport.write(self._parser.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-        if not self._gone and not self.is_answered:
-            if len(self._body) <= BUFFER_BYTES and self.more_body:
-                self.transport.resume_reading()
-            await self._news.wait()
-            self._news.clear()
-        if self._gone or self.is_answered:
-            self._news.set()  # it stays so
-            return {"type": "http.disconnect"}
-        body, self._body = bytes(self._body), bytearray()
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
-
-    async def send(self, message: Message) -> None:
-        await self.may_write.wait()
-        if self._gone:
-            return
-        if not self.is_begun:
-            self._begin(message)
-        elif not self.is_answered:
-            body, more = message.get("body", b""), message.get("more_body", False)
-            self._write(h11.Data(data=b"" if self.scope["method"] == "HEAD" else body))
-            if not more:
-                self._write(h11.EndOfMessage())
-                self.is_answered = True
-                self._news.set()
-                self._connection.answered(goes_on=self._parser.our_state is h11.DONE and not self.more_body)
-
-    def _begin(self, message: Message) -> None:
-        headers = [(b"date", formatdate(usegmt=True).encode()), *message.get("headers", [])]
-        if self.more_body and (b"connection", b"close") not in headers:
-            headers.append((b"connection", b"close"))  # the rest of the body will not be read
-        status = message["status"]
-        self.is_begun = True
-        self._write(h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()))
-
-    def _write(self, event: Any) -> None:
-        self.transport.write(self._parser.send(event) or b"")

@@ -344,7 +344,7 @@ class RequestTable:
         return {one.request: one.attempt for one in items if not one.finish and not self._is_current(node, one)}
 
     def check_room(self, principal: Principal, wanted: int, user: str = "") -> None:
-        """Raises QueueFull, or InvalidRequest where there never is. Without a `user`, only the principal counts."""
+        """Raises QueueFull, or InvalidRequest if `wanted` never fit. Without a `user`, only the principal counts."""
         room = self.room
         if wanted > (most := shares.most_of(shares.most_of(room), shares.OF_USER)):
             raise InvalidRequest(f"{wanted} choices at once are more than the {most} that one user may ever have")

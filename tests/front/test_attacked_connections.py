@@ -25,7 +25,7 @@ from support.waiting import until
 from edgemoe.api.api_keys import KeyRing
 from edgemoe.api.http.middleware import RequestMiddleware
 from edgemoe.api.metrics import Metrics
-from edgemoe.front import http_connection
+from edgemoe.front import http_connection, http_exchange
 from edgemoe.front.connections import MOST_UNKNOWN, Server
 from edgemoe.front.http_connection import HttpConnection
 from edgemoe.front.listen import tcp_socket, unix_socket
@@ -343,6 +343,85 @@ async def test_an_answer_is_given_up_when_its_client_hangs_up(tmp_path: Path, by
         await until(lambda: api.counted.running == 1)
         writer.close()
         await until(lambda: api.counted.given_up == 1)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_answer_is_given_up_also_where_a_long_body_came_at_once(tmp_path: Path, chunked: bool) -> None:
+    body = b"x" * (http_exchange.BUFFER_BYTES + 1)
+    framing, data = b"Content-Length: %d" % len(body), body
+    if chunked:
+        framing, data = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with serving(tmp_path) as api:
+        _, writer = await api.connect()
+        writer.write(b"POST /gone HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n" + KEY + b"\r\n" + data)
+        await until(lambda: api.counted.running == 1)
+        writer.close()
+        await until(lambda: api.counted.given_up == 1)
+
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+SMALL, LAST = b"1\r\nx\r\n", b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("key", [KEY, b""], ids=["with a key", "without"])
+async def test_a_body_of_small_chunks_lets_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes
+) -> None:
+    monkeypatch.setattr(http_exchange, "CHUNK_PAUSE_S", 0.2)
+    count = 10 * http_exchange.CHUNKS_AT_ONCE
+    async with serving(tmp_path) as api:
+        reader, writer = await api.connect()
+        writer.write(CHUNKED + key + b"\r\n" + SMALL * count + LAST)
+        answered = asyncio.ensure_future(reader.readuntil(b"x" * count if key else b"401"))
+        await api.victim()
+        assert not key or not answered.done()
+        async with asyncio.timeout(SOON_S):
+            await answered
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (SMALL * http_exchange.FREE_CHUNKS + LAST, 200),
+        ((b"20\r\n" + b"x" * 32 + b"\r\n") * 4 * http_exchange.FREE_CHUNKS + LAST, 200),
+        (SMALL * 2 * http_exchange.FREE_CHUNKS + LAST, 400),
+        ((b"8;a=b\r\n" + b"x" * 8 + b"\r\n") * 4 * http_exchange.FREE_CHUNKS + LAST, 400),
+    ],
+    ids=["few small", "many of 32 bytes", "many small", "many of 8 bytes"],
+)
+async def test_the_chunks_of_a_body_are_bounded_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, status: int
+) -> None:
+    monkeypatch.setattr(http_exchange, "CHUNK_PAUSE_S", 0.0)
+    async with serving(tmp_path) as api:
+        assert (await api.ask(CHUNKED + KEY + b"\r\n" + body))[0] == status
+        await api.victim()
+
+
+HEADERS = http_connection.MOST_HEADERS - 3  # beside a host, a key, and that the connection ends
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"a: b\r\n" * HEADERS + b"\r\n", 200),
+        (b"GET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"a: b\r\n" * (HEADERS + 1) + b"\r\n", 400),
+        (b"\r\nGET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"\r\n", 200),
+        (b"\r\n" * 5000 + b"GET /echo HTTP/1.1\r\nHost: x\r\n" + KEY + b"\r\n", 400),
+        (b"\r\n" * 99_999, 400),
+    ],
+    ids=["128 headers", "129 headers", "an empty line", "many empty lines", "nothing but empty lines"],
+)
+async def test_headers_and_empty_lines_before_a_head_are_bounded(tmp_path: Path, data: bytes, status: int) -> None:
+    async with serving(tmp_path) as api:
+        head = data if data.startswith(b"\r\n\r\n") else data.replace(KEY, KEY + b"Connection: close\r\n")
+        reader, writer = await api.connect()
+        writer.write(head)
+        async with asyncio.timeout(SOON_S):
+            assert int((await reader.readline()).split()[1]) == status
+        writer.close()
+        await api.victim()
 
 
 async def test_a_body_in_drops_and_one_in_chunks_arrive(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tools.attacking.attacked import Attacked, attacked_daemon
 from tools.attacking.hostile_files import ATTACKS, attack
+from tools.attacking.hostile_requests import REQUESTS, run
 from tools.attacking.measuring import measure
 from tools.attacking.with_key import KEYED
 from tools.attacking.without_key import KEYLESS
@@ -34,6 +35,10 @@ def test_a_daemon_outlives_an_attack_and_answers_its_victim(attacked: Attacked, 
     assert seen.engine_mb - seen.engine_before_mb < GROWTH_MB
     assert seen.front_mb < GROWTH_MB
     assert set(seen.answers) - {"connections", "closed"} <= {"200"} | REFUSALS
+
+
+def test_single_odd_requests_are_answered_as_documented_and_tell_nothing_of_others(attacked: Attacked) -> None:
+    assert not [told for told in run(attacked, list(REQUESTS)) if told.faults]
 
 
 @pytest.mark.parametrize("name", ATTACKS)

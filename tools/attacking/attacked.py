@@ -61,6 +61,10 @@ class Attacked:
         gaps_s = [after - before for before, after in pairwise(times_s)]
         return StreamedAnswer(answer.status_code, "".join(parts), gaps_s)
 
+    def say(self, prompt: str) -> None:
+        """Has the victim's prompt computed."""
+        self._http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+
     def fresh_s(self) -> float:
         """Returns how long a new connection with the victim's key takes to get an answer; ASK_S if it gets none."""
         began_s = time.monotonic()

@@ -144,6 +144,16 @@ async def slow_bodies(address: str, seen: Counter[str]) -> None:
     await _repeat(address, seen, 200, deed)
 
 
+async def small_chunks(address: str, seen: Counter[str]) -> None:
+    """Sends bodies of chunks of one byte."""
+
+    async def deed(streams: Streams, seen: Counter[str]) -> None:
+        streams[1].write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40_000)
+        await asyncio.wait_for(_status(streams[0], seen), 20)
+
+    await _repeat(address, seen, 4, deed)
+
+
 async def wrong_keys(address: str, seen: Counter[str]) -> None:
     """Asks with keys by chance."""
 
@@ -175,6 +185,7 @@ KEYLESS: dict[str, Callable[[str, Counter[str]], Awaitable[None]]] = {
     "churn of many addresses": churn_of_many_addresses,
     "slow heads": slow_heads,
     "slow bodies": slow_bodies,
+    "small chunks": small_chunks,
     "wrong keys": wrong_keys,
     "malformed requests": malformed_requests,
 }

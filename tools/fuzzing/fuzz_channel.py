@@ -22,6 +22,7 @@ import zmq
 
 from edgemoe.cluster.control.messages import Announce, ChannelDescription, Heartbeat, LoadReport
 from edgemoe.demo import model_path
+from edgemoe.heap import GIVE_BACK_S
 from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import HostilePeer
 from tools.fuzzing.presence import Presence
@@ -30,6 +31,7 @@ from tools.fuzzing.target import ASK_S, CHANNELS, CLOSED_PORT, GROWTH_MB, Target
 WHATS = CHANNELS
 LATE = 0.2  # share of the messages, at the end, in which a channel's memory is measured last
 LOOK_EVERY = 100  # messages
+LONG_RUN = 50_000  # messages from which on free memory has its time to be returned
 PAUSE_S = 0.1  # between two requests
 ROUTES = ("pull", "gimbal", "eldr")
 AGREEMENT = "single: box"
@@ -209,6 +211,8 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
                     late = min(late, rss_mb(pids))
             peer.wait_until_read()
             read = True
+            if count >= LONG_RUN:
+                time.sleep(1.5 * GIVE_BACK_S)  # front and engine return free memory only so often
     except zmq.Again:
         pass  # it reads no more messages; `read` counts them
     finally:

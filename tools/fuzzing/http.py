@@ -42,6 +42,7 @@ ANSWER_S = 900.0  # on a busy machine
 LONG_RUN = 5_000  # bodies from which on growth is judged
 # Sent before memory is measured. The engine remembers 64 grammars, the tokenizer 10,000 words.
 PROMPTS, GRAMMARS, WORDS, WORD_LETTERS = 400, 80, 12_000, 40
+WORDS_AT_ONCE = 400  # 12,000 tokens: /tokenize takes eight contexts, which are 16,384
 BODIES_BEFORE, AT_ONCE_BEFORE = 5_000, 32
 MOST_TOKENS, MOST_CHOICES = 3, 3
 SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
@@ -259,8 +260,8 @@ async def _fill(client: httpx.AsyncClient, attack: Attack) -> None:
         schema = {**SCHEMA, "properties": {**SCHEMA["properties"], f"text {n}": {"type": "string"}}}
         form = {"type": "json_schema", "json_schema": {"schema": schema}}
         bodies.append(("/v1/completions", {"prompt": "once", "max_tokens": 1, "response_format": form}))
-    for _ in range(WORDS // 1000):
-        words = " ".join("".join(rng.choices("abcdefghij", k=WORD_LETTERS)) for _ in range(1000))
+    for _ in range(WORDS // WORDS_AT_ONCE):
+        words = " ".join("".join(rng.choices("abcdefghij", k=WORD_LETTERS)) for _ in range(WORDS_AT_ONCE))
         bodies.append(("/tokenize", {"prompt": words}))
     left = iter(bodies)
 
