@@ -66,17 +66,17 @@ class LatentHeads(AttentionHeads):
         yield "self_attn.o_proj.weight", (hidden, self.count * self.value)
 
 
-def _width(key: str, default: int | None = None) -> ConfigReader:
+def width(key: str, default: int | None = None) -> ConfigReader:
     """Returns a reader of a width: even, and not beyond reason."""
     read = whole(key, default=default)
 
-    def width(config: Config) -> int:
+    def checked(config: Config) -> int:
         value: int = read(config)
         if value % 2 or value > MOST_WIDTH:
             raise CheckpointError(f"config.json: {key} must be even and at most {MOST_WIDTH}, not {value}")
         return value
 
-    return width
+    return checked
 
 
 def _value(config: Config) -> int:
@@ -103,9 +103,9 @@ def _scale(config: Config) -> float:
 LATENT = {  # how configurations write the record
     "kv_count": whole("num_attention_heads"),
     "dim": whole("qk_rope_head_dim"),
-    "query_rank": _width("q_lora_rank", default=0),
-    "rank": _width("kv_lora_rank"),
-    "plain": _width("qk_nope_head_dim"),
+    "query_rank": width("q_lora_rank", default=0),
+    "rank": width("kv_lora_rank"),
+    "plain": width("qk_nope_head_dim"),
     "value": _value,
     "scale": _scale,
     "qkv_bias": choice("attention_bias", {False: False}, False),

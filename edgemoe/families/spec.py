@@ -147,6 +147,8 @@ class AttentionHeads:
     v_is_k: bool = False  # a value is its key before norm and rotary embedding
     output_gate: str = ""  # of heads' outputs: "" | "queries": rows that follow the head's queries' | "element", "head"
     gate_softplus: bool = False  # outputs are weighted by a softplus, else by a sigmoid
+    chosen: int = 0  # tokens that a token sees, chosen by an indexer; 0: all
+    shares: bool = False  # the layer before it chose the tokens
 
     @property
     def state_floats(self) -> int:
@@ -389,6 +391,11 @@ class ModelSpec:
     def state_layers(self) -> tuple[int, ...]:
         """Returns this box's layers with states. Every index of states counts these alone, from 0."""
         return tuple(layer for layer in self.held_layers if self.attention[layer].heads.state_floats)
+
+    @property
+    def chosen(self) -> int:
+        """The tokens that attention sees where an indexer chooses them; 0 without one."""
+        return max(each.heads.chosen for each in self.attention)
 
     @property
     def has_states(self) -> bool:

@@ -42,6 +42,7 @@ from edgemoe.families.read import (
     typed_layers,
     whole,
 )
+from edgemoe.families.sparse_families import SPARSE_FAMILIES
 from edgemoe.families.spec import TensorNames
 from edgemoe.families.windowed_families import WINDOWED_FAMILIES
 from edgemoe.types.experts import Activation
@@ -315,6 +316,7 @@ FAMILIES: dict[str, Family] = {
             },
             block=NORM_AND_TIES,
         ),
+        *SPARSE_FAMILIES,
         *WINDOWED_FAMILIES,
         *HYBRID_FAMILIES,
         GEMMA_4,
@@ -327,10 +329,8 @@ PER_CHANNEL = "its delta nets forget each channel at a rate of its own"
 SCALED_INPUTS = "routing weights scale its experts' inputs, and attention sees chunks of the context"
 REFUSED: dict[str, str] = {  # architecture -> why
     "BailingHybridForCausalLM": PER_CHANNEL,
-    "DeepseekV32ForCausalLM": INDEXER,
     "DeepseekV4ForCausalLM": "its attention compresses the context, and its residual has several streams",
     "Glm5NextForConditionalGeneration": STREAMS,
-    "GlmMoeDsaForCausalLM": INDEXER,
     "JambaForCausalLM": "its layers with states are Mamba-1",
     "KimiLinearForCausalLM": PER_CHANNEL,
     "Llama4ForCausalLM": SCALED_INPUTS,

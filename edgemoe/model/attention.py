@@ -17,7 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.paged_cache import EVERYTHING, PagedCache
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.kv import BlockPool, KVCache, StepStates
+from edgemoe.model.kv import EVERY, BlockPool, KVCache, StepStates
 from edgemoe.model.rope import Angles, RotaryEmbedding
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -150,6 +150,7 @@ class StepAttention:
         starts = np.cumsum([0, *batch.query_lens]).tolist()
         single = [s for s, length in enumerate(batch.query_lens) if length == 1]
         self.single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=device)
+        self.singles = [PrefillChunk(starts[s], starts[s] + 1, batch.context_lens[s], s) for s in single]
         self._contexts = np.array([batch.context_lens[s] for s in single], np.int64)
         self.prefills = [
             PrefillChunk(starts[s], starts[s + 1], batch.context_lens[s], s)
@@ -215,11 +216,16 @@ class StepAttention:
         attended = self._gathered if self._kernels is None else self._by_kernel
         return attended(layer, q, scores).to(q.dtype)
 
-    def past(self, layer: int, prefill: PrefillChunk) -> torch.Tensor:
-        """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D]."""
+    def past(self, layer: int, prefill: PrefillChunk, part: slice = EVERY) -> torch.Tensor:
+        """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D], or of a part of D."""
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = self._kv.layers[layer].read_keys(self._blocks(layer).by_sequence[prefill.number][:needed])
+        pages = self._kv.layers[layer].read_keys(self._blocks(layer).by_sequence[prefill.number][:needed], part)
         return pages.transpose(0, 1).flatten(1, 2)[:, : prefill.context]
+
+    def tokens(self, layer: int, chunk: PrefillChunk, numbers: torch.Tensor, part: slice) -> torch.Tensor:
+        """Returns a copy of a part of the keys [..., D] of tokens of these numbers [...], of a layer with one head."""
+        blocks = self._blocks(layer).by_sequence[chunk.number][numbers // BLOCK_TOKENS]
+        return self._kv.layers[layer].read_tokens(blocks, numbers % BLOCK_TOKENS, part)
 
     def _gathered_prompt(
         self, layer: int, prefill: PrefillChunk, q: torch.Tensor, scores: AttentionScores
@@ -334,6 +340,7 @@ class StepContext:
         self._find_states, self._find_angles = states, angles
         self._angles: dict[RopeSpec, Angles] = {}
         self.layer_inputs: torch.Tensor | None = None  # [T, L, width], where the model has such
+        self.chosen: dict[int, torch.Tensor] = {}  # by sequence: numbers of tokens [t, n] that its queries attend to
 
     @classmethod
     def of(

@@ -15,8 +15,8 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
 from edgemoe.model.decoder_layers import DenseWeights, MoeRunner, load_weights
-from edgemoe.model.dense_weights import FEW_TOKENS, DenseMatrix
-from edgemoe.model.fused import FusedDecoder
+from edgemoe.model.dense_weights import DenseMatrix
+from edgemoe.model.fused import FusedDecoder, is_planned
 from edgemoe.model.graphed import GraphedDecoder
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.types.step import Batch, ExpertExecutor, RowSource
@@ -57,7 +57,7 @@ class Decoder:
         progress(0.0)
         weights = load_weights(spec, path, device, kernels, progress, table)
         decoder = cls(spec, weights, device, kernels)
-        if graphs and device.type == "cuda" and weights.inputs is None:
+        if graphs and device.type == "cuda" and weights.inputs is None and not spec.chosen:
             decoder._graphed = GraphedDecoder(spec, weights, decoder._ropes, device)
         return decoder
 
@@ -73,8 +73,7 @@ class Decoder:
         The `hidden` passed to `experts` is valid during that call only. While kernels compute few tokens, torch has one
         thread: its threads spin after each operation and would take cores from the kernels.
         """
-        tokens = len(batch.tokens)
-        few = tokens == len(batch.query_lens) and tokens <= FEW_TOKENS
+        few = is_planned(batch, self.spec.chosen)
         if self.kernels is not None:
             torch.set_num_threads(1 if few else self.kernels.pool.threads)
         if self._fused is not None and few:

@@ -24,6 +24,7 @@ from edgemoe.model.kv import DTYPES
 from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.layer_inputs import InputGate, TokenInputs
 from edgemoe.model.mamba import Mamba
+from edgemoe.model.sparse_attention import SparseLatentAttention
 from edgemoe.types.step import ExpertExecutor, RowSource
 
 
@@ -40,6 +41,7 @@ ATTENTION_MECHANISMS: dict[str, Callable[[LayerReader], AttentionMechanism]] = {
     "dense": DenseAttention,
     "latent": LatentAttention,
     "mamba": Mamba,
+    "sparse latent": SparseLatentAttention,
 }
 
 

@@ -97,7 +97,8 @@ class DenseMatrix:
 
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-WIDENED = ("mlp.gate.weight", "conv1d.weight")  # matrices that may be read in float32, as vectors are
+# Matrices that may be read in float32, as vectors are:
+WIDENED = ("mlp.gate.weight", "conv1d.weight", "indexer.weights_proj.weight")
 Read = Callable[..., torch.Tensor]
 
 

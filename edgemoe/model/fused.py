@@ -15,6 +15,7 @@ from edgemoe.kernels.cpu.paged_cache import PagedCache, fill_cache
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import paged, tables_and_contexts
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, gates_of
+from edgemoe.model.dense_weights import FEW_TOKENS
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.model.step_layers import LayerPlanner
@@ -22,6 +23,17 @@ from edgemoe.model.step_plan import StepPlan
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.step import Batch, ExpertExecutor
+
+
+def is_planned(batch: Batch, chosen: int) -> bool:
+    """Whether the plan can compute a step: few tokens, each of another sequence, which see their whole contexts.
+
+    `chosen` is the number of tokens that attention sees where an indexer chooses them, else 0.
+    """
+    tokens = sum(batch.query_lens)
+    if tokens != len(batch.query_lens) or tokens > FEW_TOKENS:
+        return False
+    return not chosen or max(batch.context_lens) <= chosen
 
 
 class FusedLayers:

@@ -143,6 +143,7 @@ def convolve(x: torch.Tensor, taps: torch.Tensor, step: StepStates, states: Laye
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 127.0  # the largest code
+EVERY = slice(None)  # element
 
 
 class LayerKV(NamedTuple):
@@ -160,9 +161,13 @@ class LayerKV(NamedTuple):
         if v is not None:
             self.values[blocks, :, places] = v
 
-    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the keys [..., kv_heads, 16, D] of blocks [...]."""
-        return self.keys[blocks]
+    def read_keys(self, blocks: torch.Tensor, part: slice = EVERY) -> torch.Tensor:
+        """Returns a copy of the keys [..., kv_heads, 16, D] of blocks [...], or of a part of their elements."""
+        return self.keys[..., part][blocks]
+
+    def read_tokens(self, blocks: torch.Tensor, places: torch.Tensor, part: slice) -> torch.Tensor:
+        """Returns a part of the keys [..., D] of the only head, of tokens at places [...] of blocks [...]."""
+        return self.keys[:, 0, :, part][blocks, places]
 
     def read_values(self, blocks: torch.Tensor) -> torch.Tensor:
         """Returns a copy of the values of blocks."""
@@ -183,8 +188,12 @@ class CodedKV(NamedTuple):
         if v is not None:
             self.values[blocks, :, places], self.value_scales[blocks, :, places] = encode(v)
 
-    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        return self._decoded(self.keys, self.key_scales, blocks)
+    def read_keys(self, blocks: torch.Tensor, part: slice = EVERY) -> torch.Tensor:
+        return self._decoded(self.keys[..., part], self.key_scales, blocks)
+
+    def read_tokens(self, blocks: torch.Tensor, places: torch.Tensor, part: slice) -> torch.Tensor:
+        codes = self.keys[:, 0, :, part][blocks, places].float()
+        return (codes * self.key_scales[:, 0][blocks, places][..., None]).to(self.dtype)
 
     def read_values(self, blocks: torch.Tensor) -> torch.Tensor:
         return self._decoded(self.values, self.value_scales, blocks)

@@ -20,7 +20,7 @@ from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
 from edgemoe.model.rope import Angles, half_split, rotate
 from edgemoe.types.step import BLOCK_TOKENS
 
-NORM_EPS = 1e-6  # of latents, independent of the model's own
+NORM_EPS = 1e-6  # of latents and of an indexer's keys, independent of the model's own
 EXPANDED_BYTES = 32 << 20  # keys and values of a context that are expanded at a time; at least one head's
 
 
@@ -66,7 +66,7 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         angles, attention = step.angles(self.rope), step.attention
-        q = self._queries(x, angles)
+        q = self._queries(self._query_latents(x), angles)
         attention.store(self.number, self._latents(x, angles), None)
         if not attention.prefills:
             return self.out(self._single(q, step).flatten(1))
@@ -78,11 +78,15 @@ class LatentAttention:
             out[attention.single_rows] = self._single(q[attention.single_rows], step)
         return self.out(out.flatten(1))
 
+    def _query_latents(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the normalised latents [T, query_rank] of which queries are made; without such, `x` [T, H] itself."""
+        if self.query_latent is None or self.query_norm is None:
+            return x
+        return self.query_norm(self.query_latent(x).float()).to(x.dtype)
+
     def _queries(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Projects hidden states [T, H] to queries [T, heads, key] and rotates their rotary part."""
+        """Projects the queries' latents to queries [T, heads, key] and rotates their rotary part."""
         heads = self.heads
-        if self.query_latent is not None and self.query_norm is not None:
-            x = self.query_norm(self.query_latent(x).float()).to(x.dtype)
         q = self.query(x).view(len(x), heads.count, heads.key)
         plain, turned = q.tensor_split([heads.plain], dim=-1)
         return torch.cat((plain, rotate(turned.float(), *angles).to(q.dtype)), dim=-1)
@@ -114,7 +118,7 @@ class LatentAttention:
         if absorbed <= context * (tokens * (heads.key + heads.value) + change):
             latents = step.attention.prompt(self.number, prefill, self._absorb(q, step.kernels), self.scores)
             return self._emit(latents, step.kernels)
-        past = step.attention.past(self.number, prefill)[0]
+        past = step.attention.past(self.number, prefill, slice(heads.rank + heads.dim))[0]
         portions = [self._expanded(q[:, part], past, part, step.kernels) for part in self._portions(past)]
         return torch.cat(portions, dim=1)
 

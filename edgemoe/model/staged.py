@@ -13,8 +13,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, MoeRunner, gates_of, load_layers, load_weights
-from edgemoe.model.dense_weights import FEW_TOKENS
-from edgemoe.model.fused import FusedLayers
+from edgemoe.model.fused import FusedLayers, is_planned
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.types.stages import StageCaller, StageWork, blocks_of
 from edgemoe.types.step import Batch, ExpertExecutor
@@ -36,8 +35,7 @@ class StageLayers:
 
         The given residual may be changed. The result is valid until the next call.
         """
-        tokens = len(residual)
-        few = tokens == len(batch.query_lens) and tokens <= FEW_TOKENS
+        few = is_planned(batch, self.spec.chosen)
         if self._kernels is not None:
             torch.set_num_threads(1 if few else self._kernels.pool.threads)
         if self._fused is not None and few:

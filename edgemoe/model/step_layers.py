@@ -38,6 +38,7 @@ from edgemoe.model.kv import LayerStates
 from edgemoe.model.latent_attention import LatentAttention
 from edgemoe.model.layer_inputs import InputGate
 from edgemoe.model.mamba import Mamba
+from edgemoe.model.sparse_attention import SparseLatentAttention
 from edgemoe.model.step_plan import Packed, Part, Record, Source, StepPlan, plain_matrix
 
 
@@ -311,13 +312,29 @@ def _projected(plan: StepPlan, out: DenseMatrix, packed: Packed, bias: torch.Ten
 
 @_read_first.register
 def _(attention: LatentAttention) -> list[DenseMatrix]:
-    return [attention.query_latent or attention.query, attention.latent]
+    return [attention.query_latent or attention.query, *_to_line(attention)]
+
+
+def _to_line(attention: LatentAttention) -> list[DenseMatrix]:
+    """Returns the matrices whose products are a token's line in the cache, side by side."""
+    indexer = attention.indexer if isinstance(attention, SparseLatentAttention) else None
+    return [attention.latent] if indexer is None else [attention.latent, indexer.key]
+
+
+def _lines(plan: StepPlan, attention: LatentAttention, given: Packed, lines: int) -> list[Part]:
+    """Returns the products that are written to the tokens' lines."""
+    matrices, parts = _to_line(attention), list[Part]()
+    width, first = sum(map(len, matrices)), lines
+    for matrix in matrices:
+        parts.append(plan.part(matrix, given, first)._replace(out_stride=4 * width))
+        first += 4 * len(matrix)
+    return parts
 
 
 @_add_attention.register
 def _(attention: LatentAttention, planner: LayerPlanner, given: Packed) -> Source:
     plan, heads = planner.plan, attention.heads
-    count, plain, rank, width = heads.count, heads.plain, heads.rank, heads.rank + heads.dim
+    count, plain, rank, width = heads.count, heads.plain, heads.rank, heads.kv.key_width
     queries, latents = plan.buffer("latent.queries", count * heads.key), plan.buffer("latents", width)
     asked, absorbed = plan.buffer("asked", count * plain), plan.buffer("absorbed", count * rank)
     means, packed = plan.buffer("means", count * rank), plan.buffer("means.packed", count * rank)
@@ -325,7 +342,7 @@ def _(attention: LatentAttention, planner: LayerPlanner, given: Packed) -> Sourc
     if attention.query_latent is not None and attention.query_norm is not None:
         _normed_queries(attention, planner, given, queries, latents)
     else:
-        plan.multiply([plan.part(attention.query, given, queries), plan.part(attention.latent, given, latents)])
+        plan.multiply([plan.part(attention.query, given, queries), *_lines(plan, attention, given, latents)])
     to_cache = plan.buffer("latent.asked", count * width)
     record = planner.attention_record(attention.number, count, attention.scores, to_cache, means)
     record["plain"] = 1
@@ -336,6 +353,9 @@ def _(attention: LatentAttention, planner: LayerPlanner, given: Packed) -> Sourc
     job["norm"], job["eps"] = plan.vector(attention.norm.weight), attention.norm.eps
     job["cos"], job["sin"] = plan.rotation(attention.rope)
     job["scale"] = attention.scores.scale
+    if isinstance(attention, SparseLatentAttention) and (indexer := attention.indexer) is not None:
+        job["index"] = len(indexer.key)
+        job["index_norm"], job["index_bias"] = plan.vector(indexer.norm), plan.vector(indexer.bias)
     plan.chunks(place, job)
     plan.multiply(_by_head(plan, attention.keys, asked, absorbed))
     plan.chunks(ask, job, each=count)
@@ -355,7 +375,7 @@ def _normed_queries(
     assert first is not None
     assert norm is not None
     middle = plan.buffer("query.latents", len(first))
-    plan.multiply([plan.part(first, given, middle), plan.part(attention.latent, given, latents)])
+    plan.multiply([plan.part(first, given, middle), *_lines(plan, attention, given, latents)])
     packed = plan.normalised("query", middle, len(first), norm, [attention.query])
     plan.multiply([plan.part(attention.query, packed, queries)])
 

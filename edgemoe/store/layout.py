@@ -118,6 +118,7 @@ MATRICES = (  # dense, to be encoded
     *("_proj.weight", "_proj_with_mqa.weight", "embed_tokens.weight", "lm_head.weight"),
     "embed_tokens_per_layer.weight",
     *("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
+    *("indexer.wq_b.weight", "indexer.wk.weight"),
 )
 NO_DIGEST = "0" * 32
 

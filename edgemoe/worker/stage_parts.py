@@ -15,6 +15,7 @@ from edgemoe.engine.engine import Engine
 from edgemoe.engine.stage_host import StageHost
 from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import ConfigError
+from edgemoe.families.sparse_families import beginnings
 from edgemoe.families.spec import ModelSpec
 from edgemoe.model.dense_weights import held_bytes
 from edgemoe.model.staged import StagedDecoder
@@ -37,6 +38,11 @@ def spec_of_stage(spec: ModelSpec, settings: Settings) -> ModelSpec:
         raise ConfigError(
             f"cluster.stages: layers of the family {spec.family} read rows of a table, which only boxes with all "
             "layers can do yet; serve it without stages"
+        )
+    if stranded := [stage.first for stage in stages if stage.first not in beginnings(spec)]:
+        raise ConfigError(
+            f"cluster.stages: layer {stranded[0]} needs the layer before it on the same box, which chooses its tokens. "
+            f"Begin a box's layers with one of {', '.join(map(str, beginnings(spec)))}"
         )
     largest_bytes = (settings.engine.step_tokens + settings.engine.max_sequences) * spec.hidden * ROW_BYTES
     if largest_bytes > EXPERT_CALL_BYTES // 2:

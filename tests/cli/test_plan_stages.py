@@ -14,6 +14,7 @@ from edgemoe.cli.plan.layer_division import StagePlan, named_boxes, plan_stages
 from edgemoe.cli.plan.speed import ModelVariant, find_model
 from edgemoe.config.settings import ClusterSettings, Settings, faults
 from edgemoe.errors import ConfigError
+from edgemoe.families.sparse_families import beginnings
 from edgemoe.types.stages import parse_stages
 
 LARGE = "DeepSeek-V3"  # 34 GB of dense weights
@@ -92,3 +93,14 @@ def test_the_command_prints_the_line_that_settings_take(capsys: pytest.CaptureFi
     assert f'stages = "{line}"' in capsys.readouterr().out
     assert main([*command, "--boxes", "2"]) == 2
     assert "--box names 3" in capsys.readouterr().err
+
+
+def test_a_box_begins_with_a_layer_that_has_an_indexer(tmp_path: Path) -> None:
+    config = json.loads(CONFIGURATIONS[LARGE].read_text())
+    sparse = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_topk_freq": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | sparse))
+    plan = division(tmp_path / "config.json", "a:24GB", "b:24GB", "c:24GB")
+    spec = variant_of(tmp_path / "config.json").spec
+    assert len(beginnings(spec)) < spec.layers / 2
+    assert {stage.first for stage in plan.stages} <= set(beginnings(spec))
+    assert plan.stages[-1].last == spec.layers - 1

@@ -74,7 +74,10 @@ REFUSED = {
         folder_of({**MOE, "architectures": ["NobodysMoeForCausalLM"]}),
         ("not supported: NobodysMoeForCausalLM", "Qwen3MoeForCausalLM"),
     ),
-    "a refused architecture": (folder_of({**MOE, "architectures": ["GlmMoeDsaForCausalLM"]}), ("sparse attention",)),
+    "a refused architecture": (
+        folder_of({**MOE, "architectures": ["MiniMaxM3VLForCausalLM"]}),
+        ("sparse attention",),
+    ),
     "an empty folder": (folder_of(None), ("no config.json",)),
     "no folder": (lambda path: path / "there" / "model", ("there is missing", "mounted")),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.slotted_experts import EachTwice, SlottedExperts
-from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
+from support.tiny_models import FAMILIES, GRAPHED, ResidentExperts, Session, Tiny
 
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
@@ -115,7 +115,7 @@ def test_prefill_chunks_decode_and_mixed_batches(make_tiny: Callable[..., Tiny],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GRAPHED)
 def test_steps_as_graphs_equal_steps_by_operations(make_tiny: Callable[..., Tiny], family: str) -> None:
     tiny = make_tiny(family, initializer_range=0.05, fused=False)
     slotted = SlottedExperts(tiny, "cuda")

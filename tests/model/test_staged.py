@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from support.turns import by_turns
 
 from edgemoe.engine.stage_host import batch_of
 from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.families.sparse_families import beginnings
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
@@ -86,7 +88,8 @@ def test_stages_give_the_tokens_of_one_box(
     memory = TierMemory(slots * geometry.stride_bytes(0), ())
     chosen = used if by_kernels else None
     whole = Decoder.load(spec, tiny.store / DENSE, kernels=chosen)
-    parts = [replace(spec, held=held) for held in ((0, 1), (1, 2), (2, spec.layers))]
+    bounds = [*(layer for layer in (0, 1, 2) if layer in beginnings(spec)), spec.layers]
+    parts = [replace(spec, held=held) for held in pairwise(bounds)]
     head, *others = [StagedDecoder.load(part, tiny.store / DENSE, torch.device("cpu"), chosen) for part in parts]
     with ExpertStore(tiny.store, Manifest.load(tiny.store)) as store:
         tiers = ExpertTiers(geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, used)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from support.kept import STORES
 from support.slotted_experts import SlottedExperts
-from support.tiny_models import FAMILIES, Session, Tiny
+from support.tiny_models import GRAPHED, Session, Tiny
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -34,7 +34,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "kv_int8"),
     [
         pytest.param(family, kv_int8, marks=[] if family in GATE and not kv_int8 else pytest.mark.slow)
-        for family in FAMILIES
+        for family in GRAPHED
         for kv_int8 in (False, True)
     ],
 )

@@ -56,6 +56,12 @@ LATENT: dict[str, Any] = {
     "intermediate_size": 80,
     "routed_scaling_factor": 1.5,
 }
+INDEXER: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "index_topk": 24,
+    "index_n_heads": 16,  # with few heads many scores are 0, and transformers breaks ties at random
+    "index_head_dim": 12,
+}
 GATED_DELTA: dict[str, Any] = {
     "initializer_range": 0.08,  # from .2 on transformers' own chunks and single steps differ by more than 1e-4
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -125,6 +131,16 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Lazy, dict[str, Any]]] = {
         Lazy("Glm4MoeLiteConfig"),
         Lazy("Glm4MoeLiteForCausalLM"),
         {**LATENT, "q_lora_rank": 24, "v_head_dim": 28},
+    ),
+    "deepseek_v32": (
+        Lazy("DeepseekV32Config"),
+        Lazy("DeepseekV32ForCausalLM"),
+        {**LATENT, **INDEXER, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "glm_moe_dsa": (
+        Lazy("GlmMoeDsaConfig"),
+        Lazy("GlmMoeDsaForCausalLM"),
+        {**LATENT, **INDEXER, "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full"]},
     ),
     "gpt_oss": (
         Lazy("GptOssConfig"),
@@ -381,9 +397,10 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Lazy, dict[str, Any]]] = {
         },
     ),
 }
+GRAPHED = tuple(family for family in FAMILIES if family not in ("deepseek_v32", "glm_moe_dsa"))  # on GPUs
 DISTINCT = (  # one family of each kind of layer: the gate's tests that are dear run these
     *("qwen3_moe", "olmoe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
-    *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe", "nemotron_h"),
+    *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe", "nemotron_h", "glm_moe_dsa"),
 )
 
 

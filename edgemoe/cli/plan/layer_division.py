@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from edgemoe.cli.plan.speed import ModelVariant
@@ -11,6 +11,7 @@ from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_size, parse_size
 from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.families.sparse_families import beginnings
 from edgemoe.types.machine import Machine
 from edgemoe.types.stages import Stage
 from edgemoe.worker.model_preparation import needs_of
@@ -134,10 +135,11 @@ def _divided(
     layers = variant.spec.layers
     sizes = [_layer_bytes(variant, layer, kv_tokens) for layer in range(layers)]
     rooms = [box.memory_bytes - settings.memory.headroom_bytes for box in boxes]
-    found, low, high = _filled(sizes, rooms, 1.0), 0.0, 1.0
+    allowed = {*beginnings(variant.spec), layers}
+    found, low, high = _filled(sizes, rooms, 1.0, allowed), 0.0, 1.0
     for _ in range(STEPS if found is not None else 0):
         share = (low + high) / 2
-        tried = _filled(sizes, rooms, share)
+        tried = _filled(sizes, rooms, share, allowed)
         low, high = (low, share) if tried is not None else (share, high)
         found = tried or found
     return found
@@ -149,8 +151,13 @@ def _layer_bytes(variant: ModelVariant, layer: int, kv_tokens: int) -> int:
     return needs.dense_bytes + needs.held_bytes(kv_tokens) + needs.state_bytes
 
 
-def _filled(sizes: Sequence[int], rooms: Sequence[int], share: float) -> tuple[int, ...] | None:
-    """Returns the bounds where each box takes as many of the layers as a share of its room holds; None if some stay."""
+def _filled(
+    sizes: Sequence[int], rooms: Sequence[int], share: float, allowed: Container[int]
+) -> tuple[int, ...] | None:
+    """Returns the bounds where each box takes as many of the layers as a share of its room holds; None if some stay.
+
+    Every bound is one of `allowed`.
+    """
     bounds = [0]
     for number, room in enumerate(rooms):
         first, left = bounds[-1], share * room
@@ -158,6 +165,8 @@ def _filled(sizes: Sequence[int], rooms: Sequence[int], share: float) -> tuple[i
         while after < last and sizes[after] <= left:
             left -= sizes[after]
             after += 1
+        while after not in allowed and after > first:
+            after -= 1
         if after == first:
             return None
         bounds.append(after)

@@ -16,7 +16,8 @@ from edgemoe.types.arrays import fields
 
 # The record of one layer; arrays are addresses, of float32 unless stated.
 # * `queries` [tokens, heads, plain + dim]; their last `dim` turn by the angles `cos` and `sin` [tokens, dim / 2]
-# * `latents` [tokens, rank + dim]: latent, of which `norm` [rank] is the norm, and the key that all heads share
+# * `latents` [tokens, rank + dim + index]: latent, of which `norm` [rank] is the norm, and the key that all heads share
+# * `index` the width of the indexer's key behind them, 0 without one; its norm has weights and biases [index]
 # * `asked` [tokens, heads, plain] the queries' first parts, packed for the matrices of keys
 # * `absorbed` [tokens, heads, rank] their products
 # * `means` [tokens, heads, rank] attention's output; `packed` the same, packed for the matrices of values
@@ -24,7 +25,8 @@ from edgemoe.types.arrays import fields
 LATENT = np.dtype(
     [
         *fields(
-            *("step", "heads", "plain", "dim", "rank", "queries", "latents", "norm", "cos", "sin"),
+            *("step", "heads", "plain", "dim", "rank", "index", "queries", "latents", "norm", "cos", "sin"),
+            *("index_norm", "index_bias"),
             *("asked", "absorbed", "means", "packed", "attention"),
         ).descr,
         ("scale", np.float64),
@@ -34,13 +36,14 @@ LATENT = np.dtype(
 
 
 def _make_place_latents(bf16: bool) -> Code:
-    """Makes the chunk that rotates one token's queries and key, and writes its latent to the cache."""
+    """Makes the chunk that rotates one token's queries and keys, and writes its latent to the cache."""
     place, (size, store) = make_place(bf16), (2, store_bf16) if bf16 else (4, store_f32)
 
     @chunk
     def place_latents(job: int, token: int) -> None:
         l = record(job, LATENT)  # noqa: E741
-        s, a, width, half = record(l.step, STEP_TOKENS), record(l.attention, ATTENTION), l.rank + l.dim, l.dim // 2
+        s, a, half = record(l.step, STEP_TOKENS), record(l.attention, ATTENTION), l.dim // 2
+        width = l.rank + l.dim + l.index
         cos, sin = l.cos + token * half * 4, l.sin + token * half * 4
         for head in range(l.heads):
             query = l.queries + (token * l.heads + head) * (l.plain + l.dim) * 4
@@ -51,6 +54,13 @@ def _make_place_latents(bf16: bool) -> Code:
         line = l.latents + token * width * 4
         normalise(line, l.norm, l.rank, l.eps, 0, line)
         turn(line + l.rank * 4, cos, sin, l.dim)
+        if l.index:
+            key = line + (l.rank + l.dim) * 4
+            normalise(key, l.index_norm, l.index, l.eps, 1, key)
+            numbers, bias = f32_at(key), f32_at(l.index_bias)
+            for k in range(l.index):
+                numbers[k] += bias[k]
+            turn(key, cos, sin, l.dim)
         position = i64_at(s.positions)[token]
         keys = a.keys + i64_at(a.tables)[token * a.table_width + position // BLOCK] * a.block_stride
         if a.codes:
@@ -70,7 +80,7 @@ def _make_ask_latents(bf16: bool) -> Code:
     @chunk
     def ask_latents(job: int, number: int) -> None:
         l = record(job, LATENT)  # noqa: E741
-        width, scale = l.rank + l.dim, np.float32(l.scale)
+        width, scale = l.rank + l.dim + l.index, np.float32(l.scale)
         to = f32_at(record(l.attention, ATTENTION).queries + number * width * 4)
         absorbed = f32_at(l.absorbed + number * l.rank * 4)
         turned = f32_at(l.queries + (number * (l.plain + l.dim) + l.plain) * 4)
@@ -78,6 +88,8 @@ def _make_ask_latents(bf16: bool) -> Code:
             to[place(k, width)] = absorbed[k] * scale
         for k in range(l.dim):
             to[place(l.rank + k, width)] = turned[k] * scale
+        for k in range(l.rank + l.dim, width):  # attention does not see the indexer's keys
+            to[place(k, width)] = np.float32(0)
 
     return ask_latents
 
