@@ -12,7 +12,7 @@ from support.tiny_models import Session, Tiny
 from edgemoe.model.decoder import Decoder
 from edgemoe.store.manifest import DENSE
 
-MADE = ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text", "deepseek_v2", "deepseek_v3", "qwen3_next"]
+MADE = ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text", "deepseek_v2", "deepseek_v3", "glm_moe_dsa", "qwen3_next"]
 TOKENS = torch.randint(0, 300, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
