@@ -24,8 +24,9 @@ from edgemoe.api.generating import Generating, OllamaGenerating
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.middleware import OriginCheck, Origins, PlainPaths, RequestMiddleware
 from edgemoe.api.http.page import PAGE, page
+from edgemoe.api.llama_bodies import Infill, LlamaCompletion
 from edgemoe.api.resources import Api
-from edgemoe.api.schema import Chat, Completion, Infill, LlamaCompletion
+from edgemoe.api.schema import Chat, Completion
 from edgemoe.errors import EdgemoeError, RequestError
 
 log = logging.getLogger(__name__)

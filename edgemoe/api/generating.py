@@ -21,7 +21,7 @@ from edgemoe.api.generate.held_answer import ASKS_FRAMES, FrameHead, HeldAnswer,
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, WHOLE, ClientAnswer, StreamForm
 from edgemoe.api.http.distant_answer import forwarded_body, pass_on
-from edgemoe.api.http.event_text import error_body, json_line, ollama_error
+from edgemoe.api.http.event_text import json_line, ollama_error
 from edgemoe.api.model_wish import ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import read
@@ -72,7 +72,7 @@ class Generating:
                             late_error = self._late_error if wish.is_stream and not in_frames else None
                             await pass_on(boxes(forwarded_body(request, whole)), send, late_error)
                         return
-                    kept = await held.enter_async_context(self._kept(shared, wish, send, in_frames))
+                    kept = await held.enter_async_context(self._kept(shared, wish, scope["path"], send, in_frames))
                     async with http.while_connected(receive):
                         if wish.unloads and (unloaded := await self._unload(shared, wish)) is not None:
                             await unloaded(scope, receive, kept.send)
@@ -101,7 +101,9 @@ class Generating:
         return answer
 
     @contextlib.asynccontextmanager
-    async def _kept(self, shared: Api, wish: ModelWish, send: Send, in_frames: bool) -> AsyncIterator[ClientAnswer]:
+    async def _kept(
+        self, shared: Api, wish: ModelWish, path: str, send: Send, in_frames: bool
+    ) -> AsyncIterator[ClientAnswer]:
         """Yields the answer, whose client hears of it while it has to wait. Tells errors once it has begun.
 
         Without a stream the connection ends after an error: nothing else shows that the answer, begun with 200, failed.
@@ -114,7 +116,8 @@ class Generating:
         except RequestError as error:
             if not kept.is_begun:
                 raise
-            words = self._late_error(error) if wish.is_stream else msgspec.json.encode(error_body(error))
+            whole = msgspec.json.encode(http.error_object(error, path))
+            words = self._late_error(error) if wish.is_stream else whole
             await kept.part(words, more=not wish.is_stream, head=FrameHead(end=end_of(error)))
 
     async def _unload(self, shared: Api, wish: ModelWish) -> Response | None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from edgemoe.api.custom_tools import custom_function
 from edgemoe.api.peer_formats import NULL, Fields, decoded, encoded, read_format
 from edgemoe.errors import InvalidRequest
 
@@ -227,6 +228,8 @@ def _read_biases(fields: Fields) -> dict[str, str]:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (int, str):
             raise InvalidRequest(f"{where}: give [token id or text, bias]", param=where, code="invalid_type")
         token, bias = pair
+        if isinstance(bias, str) and SCALAR.fullmatch(bias.encode()):
+            bias = msgspec.json.decode(bias)
         if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float)):
             raise InvalidRequest(f"{where}: a bias is a number, or false", param=where, code="invalid_type")
         is_text = isinstance(token, str) and not TOKEN_ID.fullmatch(token)
@@ -342,6 +345,7 @@ def _effort(word: str, name: str) -> tuple[bool | None, str]:
 # --- tools --------------------------------------------------------------------------------------------------------
 
 
+CUSTOM = "custom"  # type of OpenAI's tools that take text
 FUNCTIONS = "functions"  # OpenAI's first name of `tools`
 
 
@@ -375,6 +379,8 @@ def _read_tools(fields: Fields) -> None:
         fields["tool_choice"] = encoded(TOOL_CHOICES[kind])
     elif kind == "allowed_tools":
         allowed = _allow_tools(fields, choice)
+    elif kind == CUSTOM and isinstance(choice, dict):
+        fields["tool_choice"] = encoded({"function": {"name": _name(_function(choice))}})
     elif isinstance(choice, dict) and kind in ("function", "tool") and "name" in choice:
         fields["tool_choice"] = encoded({"function": {"name": choice["name"]}})
     elif isinstance(choice, str):  # a function's name, as TGI has it
@@ -392,11 +398,16 @@ def _read_tools(fields: Fields) -> None:
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
     """Returns whether a tool is a function of the client's, in any form: others run on their makers' servers."""
-    return "function" in tool or tool.get("type") in (None, "function")
+    return "function" in tool or tool.get("type") in (None, "function", CUSTOM)
 
 
 def _function(tool: Any) -> Any:
-    """Returns a tool in OpenAI's form; the flat forms are of OpenAI's Responses and of Anthropic's messages."""
+    """Returns a tool in OpenAI's form; the flat forms are of OpenAI's Responses and of Anthropic's messages.
+
+    A custom tool is a function of one string, and keeps its type.
+    """
+    if isinstance(tool, dict) and tool.get("type") == CUSTOM and "function" not in tool and "input_schema" not in tool:
+        return {"type": CUSTOM, "function": custom_function(tool)}
     if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
         return tool
     flat = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}

@@ -326,31 +326,6 @@ class Completion(RequestBody, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-MAX_FILES = 1024  # beside the one that is edited
-
-
-class OtherFile(msgspec.Struct, frozen=True):
-    """A file beside the one that is edited."""
-
-    text: str
-    filename: str | None = "tmp"
-
-
-class LlamaCompletion(Completion, frozen=True, kw_only=True):
-    """The body of llama.cpp's POST /completion."""
-
-    return_tokens: bool | None = None
-
-
-class Infill(LlamaCompletion, frozen=True, kw_only=True):
-    """The body of POST /infill. `prompt` is the beginning of the text between prefix and suffix."""
-
-    prompt: str | None = None  # type: ignore[assignment]
-    input_prefix: str | None = None
-    input_suffix: str | None = None
-    input_extra: Annotated[list[OtherFile], Meta(max_length=MAX_FILES)] | None = None
-
-
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /tokenize: a text, or a chat's messages, to render by the chat template as a chat would be."""
 

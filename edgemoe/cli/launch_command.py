@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,16 +133,17 @@ def opencode(server: AgentServer) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class CodingAgent:
-    """A coding agent: how it is started, and the command that installs it."""
+    """A coding agent: how it is started, the command that installs it, and the length of its first prompt."""
 
     start: Callable[[AgentServer], Launch]
     install: str
+    first_tokens: int
 
 
 AGENTS = {
-    "claude": CodingAgent(claude, "npm install -g @anthropic-ai/claude-code"),
-    "codex": CodingAgent(codex, "npm install -g @openai/codex"),
-    "opencode": CodingAgent(opencode, "npm install -g opencode-ai"),
+    "claude": CodingAgent(claude, "npm install -g @anthropic-ai/claude-code", 20_000),
+    "codex": CodingAgent(codex, "npm install -g @openai/codex", 10_000),
+    "opencode": CodingAgent(opencode, "npm install -g opencode-ai", 10_000),
 }
 
 
@@ -154,6 +156,12 @@ def run(args: argparse.Namespace) -> int:
     with Client(path) as client:
         wait_for_engine(client)
         model, context_tokens = _chosen(json.loads(client.text("/v1/models"))["data"], args.model)
+    if context_tokens <= agent.first_tokens:
+        print(
+            f"{args.agent}'s first prompt has about {agent.first_tokens:,} tokens, and {model}'s context is "
+            f"{context_tokens:,}: it will be refused. engine.context_tokens sets the context, up to the model's own",
+            file=sys.stderr,
+        )
     with _passage(path) as (url, token):
         launch = agent.start(AgentServer(url, token, model, context_tokens))
         env = os.environ | {name: value for name, value in launch.variables.items() if value is not None}

@@ -203,7 +203,7 @@ async def test_errors_are_anthropics(claude: anthropic.AsyncAnthropic, http: htt
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -3}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (

@@ -19,8 +19,9 @@ from edgemoe.api.endpoints.lm_studio import LmStudioChat
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
 from edgemoe.api.endpoints.responses import ResponsesBody
 from edgemoe.api.generate.generation import RequestContext
+from edgemoe.api.llama_bodies import Infill, LlamaCompletion
 from edgemoe.api.model_wish import read_ollama_wish, read_wish
-from edgemoe.api.schema import REFUSED, Chat, Completion, Infill, LlamaCompletion, Tokenize, read
+from edgemoe.api.schema import REFUSED, Chat, Completion, Tokenize, read
 from edgemoe.errors import InvalidRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

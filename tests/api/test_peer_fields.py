@@ -19,7 +19,8 @@ from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
 from edgemoe.api.endpoints.responses import ResponsesBody
-from edgemoe.api.schema import REFUSED, Chat, Completion, Detokenize, Infill, Tokenize, read, read_named
+from edgemoe.api.llama_bodies import Infill
+from edgemoe.api.schema import REFUSED, Chat, Completion, Detokenize, Tokenize, read, read_named
 from edgemoe.api.text.chat_template import for_template
 from edgemoe.errors import InvalidRequest
 
@@ -377,9 +378,14 @@ def test_a_tool_is_offered_or_left_out(span: str, here: str, kind: type[msgspec.
     tool, other = json.loads(span), {"type": "function", "function": {"name": "other"}}
     asked = body(kind, {"messages": MESSAGES, "prompt": None, "tools": [tool, other]})
     names = [one.function.name for one in asked.tools]
-    assert names == (["f", "other"] if here == "offered" else ["other"])
+    name = "c" if "custom" in span else "f"
+    assert names == ([name, "other"] if here.startswith("offered") else ["other"])
     assert here != "offered" or asked.tools[0].function.parameters == {}
-    if here != "offered":
+    if here.startswith("offered"):
+        given = {"type": "function", "function": {"name": name}} if name == "f" else tool
+        chosen = body(kind, {"messages": MESSAGES, "prompt": None, "tools": [other, tool], "tool_choice": given})
+        assert chosen.tool_choice.function.name == name
+    else:
         with pytest.raises(InvalidRequest) as refusal:
             body(kind, {"messages": MESSAGES, "tools": [tool, other], "tool_choice": tool})
         assert refusal.value.param == "tool_choice"

@@ -1,6 +1,6 @@
 """The service under a booted systemd: installed, used by a group, restarted, reloaded, watched, upgraded and removed.
 
-It begins with release 0.1.0 where this clone has its commit, and goes on with the present one.
+It begins with release 0.1.0 where this clone has its commit and the registry its library. The present release follows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import edgemoe
 
 ROOT = Path(__file__).parents[2]
 RELEASED = "964771582d8da29c32225e94c2790ee5fe7dc467"  # 0.1.0
+RELEASED_LIBRARY = "pysyncobj==0.3.17"  # of 0.1.0; later releases do without
 HOME = "/opt/edgemoe"  # of the installation in the system
 SOCKET = "/run/edgemoe/edgemoe.sock"
 SETTINGS = """\
@@ -57,11 +58,15 @@ def make_wheel(sources: Path, folder: Path) -> Path:
 
 
 def released(folder: Path) -> Path | None:
-    """Returns the sources of release 0.1.0; None where this clone does not have them."""
+    """Returns the sources of release 0.1.0, with its library in `libraries`; None where one is missing."""
+    target = str(folder / "libraries")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, RELEASED_LIBRARY]
     archive = subprocess.run(["git", "archive", RELEASED], cwd=ROOT, capture_output=True, timeout=60, check=False)
     if archive.returncode:
         return None
     folder.mkdir()
+    if subprocess.run(pip, capture_output=True, timeout=300, check=False).returncode:
+        return None
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=60)
     return folder
 
@@ -72,14 +77,16 @@ class Service:
     def __init__(self, system: BootedSystem) -> None:
         self.system = system
 
-    def install(self, wheel: Path) -> None:
-        """Installs a wheel in place of another, with this machine's libraries, and the service of it."""
+    def install(self, wheel: Path, libraries: Path | None = None) -> None:
+        """Installs a wheel in place of another, with this machine's libraries and others, and the service of it."""
         run, root = self.system.run, self.system.root
         shutil.copy(wheel, root / "opt" / wheel.name)
         if not (root / "opt/edgemoe/bin/python").is_symlink():
             run(Path(sys.executable).resolve(), "-m", "venv", "--without-pip", HOME)
             packages = next((root / "opt/edgemoe/lib").glob("python*/site-packages"))
             (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+            if libraries is not None:
+                shutil.copytree(libraries, packages, dirs_exist_ok=True)
         pip = [f"{HOME}/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall"]
         run(*pip, "--prefix", HOME, "--root-user-action=ignore", f"/opt/{wheel.name}")
         run(f"{HOME}/bin/edgemoe", "service", "install", "--no-start")
@@ -149,7 +156,7 @@ def service(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         (system.root / "etc/edgemoe").mkdir()
         (system.root / "etc/edgemoe/edgemoe.toml").write_text(SETTINGS)
         if (sources := released(folder / "released")) is not None:
-            service.install(make_wheel(sources, tmp_path_factory.mktemp("old")))
+            service.install(make_wheel(sources, tmp_path_factory.mktemp("old")), sources / "libraries")
             assert DONE in system.run(*service.ask())
         service.install(wheel)
         yield service

@@ -75,6 +75,7 @@ async def test_an_agent_reaches_the_daemon_and_gets_its_own_words(front: Front, 
     assert status == 3, complained
     told: dict[str, Any] = json.loads(printed)
     assert told["models"][0]["id"] == "tiny"
+    assert f"{name}'s first prompt has about" in complained, "a context of 4,096 tokens is too short for it"
     assert told["words"][-4:] == ["run", "--model", "x", "--"]
     assert name != "claude" or "ANTHROPIC_API_KEY" not in told["settings"]
     assert "tiny" in json.dumps([told["words"], told["settings"]])

@@ -35,7 +35,8 @@ def machine() -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         shell(
-            f"EDGEMOE_KINDS={kind_of(host()).name} {sys.executable} -m hatchling build -t wheel -d {folder}", cwd=ROOT
+            f"env EDGEMOE_KINDS={kind_of(host()).name} {sys.executable} -m hatchling build -t wheel -d {folder}",
+            cwd=ROOT,
         )
         for venv, package in (("edgemoe", f"{next(folder.glob('*.whl'))}"), ("openai", "openai")):
             shell(f"{everybodys_python()} -m venv {folder / venv}")

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 
 from edgemoe.api.endpoints import anthropic, ollama, responses
-from edgemoe.api.schema import Chat, Completion, Detokenize, Infill, Tokenize
+from edgemoe.api.llama_bodies import Infill
+from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
 from edgemoe.heap import GIVE_BACK_S
 from tools.fuzzing.target import GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values

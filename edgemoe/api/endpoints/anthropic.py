@@ -61,6 +61,12 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
     type: str
+    display: schema.Label | None = None
+
+    @property
+    def is_hidden(self) -> bool:
+        """Returns whether the blocks of reasoning come without its text."""
+        return self.display == "omitted"
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +87,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     """The body of both endpoints; count_tokens needs no `max_tokens`."""
 
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
+    max_tokens: schema.Tokens | None = None  # 0 computes the prompt alone, for later requests
     system: str | Blocks | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
@@ -99,8 +106,9 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     chat, fields = as_chat(body)
     with fields.renamed():
-        generation = chat_generation(chat, context, "msg")
-    return PreparedAnswer(generation, MessageFormat(generation), bool(body.stream), fields)
+        generation = chat_generation(chat, context, "msg", prompt_only=not body.max_tokens)
+    hides_thinking = body.thinking is not None and body.thinking.is_hidden
+    return PreparedAnswer(generation, MessageFormat(generation, hides_thinking), bool(body.stream), fields)
 
 
 def late_error(error: RequestError) -> bytes:
@@ -123,6 +131,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     chat = {
         **common,
         "n": 1,
+        "max_tokens": body.max_tokens or 1,
         "user": _user(body.metadata) or body.user,
         "stop": body.stop_sequences or body.stop,
         "messages": messages,
@@ -230,8 +239,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageFormat:
     """Writes deltas as message events, or joined as one message."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+    def __init__(self, generation: Generation, hides_thinking: bool = False) -> None:
+        self._generation, self._hides_thinking = generation, hides_thinking
         self._open = ""  # kind of the open block; "": none is open
         self._blocks = 0
         self._begun = False
@@ -255,7 +264,7 @@ class MessageFormat:
 
     def whole(self, choices: list[ChoiceDelta]) -> Json:
         (delta,) = choices
-        return self._message([_block(piece) for piece in delta.pieces]) | self._stop()
+        return self._message([self._block(piece) for piece in delta.pieces]) | self._stop()
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if self._open != kind:
@@ -263,7 +272,8 @@ class MessageFormat:
             self._open = kind
             empty = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
             yield self._event("content_block_start", index=self._blocks, content_block=empty)
-        yield self._event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
+        if kind != "thinking" or not self._hides_thinking:
+            yield self._event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
 
     def _call(self, piece: OutputPiece) -> Iterator[bytes]:
         if piece.begins:
@@ -281,6 +291,17 @@ class MessageFormat:
             yield self._event("content_block_stop", index=self._blocks)
             self._open = ""
             self._blocks += 1
+
+    def _block(self, piece: OutputPiece) -> Json:
+        """Returns a whole block."""
+        match piece.kind:
+            case "call":
+                arguments = completed_object(piece.text) if piece.ended == "cut" else piece.text  # as the model wrote
+                return _tool_use(piece, msgspec.Raw(arguments.encode()))
+            case "reasoning":
+                return {"type": "thinking", "thinking": "" if self._hides_thinking else piece.text, "signature": ""}
+            case _:
+                return {"type": "text", "text": piece.text}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
@@ -312,18 +333,6 @@ class MessageFormat:
             "cache_read_input_tokens": cached,
             "output_tokens": generation.choices[0].tokens,
         }
-
-
-def _block(piece: OutputPiece) -> Json:
-    """Returns a whole block."""
-    match piece.kind:
-        case "call":
-            arguments = completed_object(piece.text) if piece.ended == "cut" else piece.text  # as the model wrote them
-            return _tool_use(piece, msgspec.Raw(arguments.encode()))
-        case "reasoning":
-            return {"type": "thinking", "thinking": piece.text, "signature": ""}
-        case _:
-            return {"type": "text", "text": piece.text}
 
 
 def _tool_use(piece: OutputPiece, given: Json | msgspec.Raw) -> Json:

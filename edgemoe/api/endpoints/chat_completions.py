@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edgemoe.api.dialects.dialect import DIALECTS, OutputMarks, begun_by
+from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
+from edgemoe.api.endpoints.custom_input import CustomInput, custom_input
 from edgemoe.api.endpoints.openai_format import OpenAIFormat, chat_logprobs, tool_call_body
 from edgemoe.api.generate.answer_grammar import (
     AnswerForm,
@@ -23,7 +25,7 @@ from edgemoe.api.generate.generation import (
     TokenizedPrompt,
 )
 from edgemoe.api.generate.request_limits import encode_counted, output_tokens, sampling
-from edgemoe.api.peer_fields import FUNCTIONS
+from edgemoe.api.peer_fields import CUSTOM, FUNCTIONS
 from edgemoe.api.schema import Chat, NamedTool, Tool, read_named, stop_strings
 from edgemoe.api.text.chat_template import for_template, tools_for_template
 from edgemoe.api.text.tokenizer import StopMatcher, TextModel
@@ -44,8 +46,11 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     return PreparedAnswer(generation, answer, bool(body.stream), fields)
 
 
-def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generation:
-    """Returns the generation that a chat asks for: prompt, sampling, choices, grammar. Raises InvalidRequest."""
+def chat_generation(body: Chat, context: RequestContext, prefix: str, *, prompt_only: bool = False) -> Generation:
+    """Returns the generation that a chat asks for: prompt, sampling, choices, grammar. Raises InvalidRequest.
+
+    With `prompt_only` the prompt is computed, and the answer is empty.
+    """
     context.check_model(body.model, *(body.models or ()))
     text, limits = context.text, context.limits
     if body.top_logprobs and not body.logprobs:
@@ -79,7 +84,7 @@ def chat_generation(body: Chat, context: RequestContext, prefix: str) -> Generat
         model=context.model,
         requests=context.engine_requests(body, [TokenizedPrompt(tuple(prompt), settings, expected)]),
         choices=[
-            CompletionChoice(at, text.vocabulary, StopMatcher(stops, settings.min_tokens), marks)
+            CompletionChoice(at, text.vocabulary, StopMatcher(stops, settings.min_tokens), marks, prompt_only)
             for at in range(body.n or 1)
         ],
         prompt_tokens=len(prompt),
@@ -216,6 +221,8 @@ class ChatFormat(OpenAIFormat):
         super().__init__(generation, body.stream_options)
         self._vocabulary, self._hides_reasoning = text.vocabulary, body.include_reasoning is False
         self._calls_functions = calls_functions
+        self._custom = {tool.function.name for tool in body.tools or () if tool.type == CUSTOM}
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # of custom tools, by choice and call
         self._begun: set[int] = set()
 
     def events(self, deltas: list[ChoiceDelta]) -> Iterable[bytes]:
@@ -258,8 +265,25 @@ class ChatFormat(OpenAIFormat):
         if calls := delta.pieces.of("call"):
             if self._calls_functions:
                 return body | {"function_call": tool_call_body(calls[0])["function"]}
-            body["tool_calls"] = [{"index": piece.call.index, **tool_call_body(piece)} for piece in calls if piece.call]
+            body["tool_calls"] = [self._next_of_call(delta.choice, piece, piece.call) for piece in calls if piece.call]
         return body
+
+    def _next_of_call(self, choice: int, piece: OutputPiece, call: ToolCall) -> Json:
+        """Returns the next part of a call in a stream."""
+        if call.name not in self._custom:
+            return {"index": call.index, **tool_call_body(piece)}
+        told = self._inputs.setdefault((choice, call.index), CustomInput()).feed(piece.text)
+        head = {"id": call.id, "type": CUSTOM} if piece.begins else {}
+        return {"index": call.index, **head, "custom": ({"name": call.name} if piece.begins else {}) | {"input": told}}
+
+    def _whole_call(self, piece: OutputPiece) -> Json:
+        if piece.call is None or piece.call.name not in self._custom:
+            return tool_call_body(piece)
+        return {
+            "id": piece.call.id,
+            "type": CUSTOM,
+            "custom": {"name": piece.call.name, "input": custom_input(piece.text)},
+        }
 
     def _message(self, delta: ChoiceDelta) -> Json:
         calls = delta.pieces.of("call")
@@ -273,5 +297,5 @@ class ChatFormat(OpenAIFormat):
         if calls and self._calls_functions:
             message["function_call"] = tool_call_body(calls[0])["function"]
         elif calls:
-            message["tool_calls"] = [tool_call_body(piece) for piece in calls]
+            message["tool_calls"] = [self._whole_call(piece) for piece in calls]
         return message

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from edgemoe.api.endpoints.response_tools import CUSTOM_INPUT
+from edgemoe.api.custom_tools import CUSTOM_INPUT
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _UNIT = r"u[0-9a-fA-F]{4}"  # of UTF-16, behind a backslash; the first of a pair waits for the second

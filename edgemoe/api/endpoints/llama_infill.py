@@ -11,7 +11,8 @@ from edgemoe.api.endpoints.completions import completion_generation, is_one_prom
 from edgemoe.api.endpoints.openai_format import logprob_of
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.http.event_text import error_body, event
-from edgemoe.api.schema import Infill, LlamaCompletion, read_named
+from edgemoe.api.llama_bodies import Infill, LlamaCompletion
+from edgemoe.api.schema import read_named
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.json_object import Json

@@ -20,7 +20,8 @@ from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
 from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext
-from edgemoe.api.schema import Chat, Completion, read
+from edgemoe.api.llama_bodies import LlamaCompletion, LooseChat
+from edgemoe.api.schema import read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
@@ -208,7 +209,7 @@ def _chat(
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     with _names().renamed():
-        return chat_generation(read(msgspec.json.encode(chat), Chat), context, "ollama")
+        return chat_generation(read(msgspec.json.encode(chat), LooseChat), context, "ollama")
 
 
 def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: Sequence[int] = ()) -> Generation:
@@ -223,7 +224,7 @@ def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: S
         **_sampling(dict(body.options or {})),
     }
     with _names().renamed():
-        return completion_generation(read(msgspec.json.encode(fields), Completion), context)
+        return completion_generation(read(msgspec.json.encode(fields), LlamaCompletion), context)
 
 
 def _infill(body: OllamaPrompt, context: RequestContext) -> Generation:
@@ -245,8 +246,6 @@ def _sampling(options: Mapping[str, Any]) -> Json:
         found["num_predict"] = ALL_TOKENS
     if options.get("repeat_last_n") == 0:
         found |= {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    elif found.get("repeat_penalty") == 0:
-        found["repeat_penalty"] = 1
     return found
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from edgemoe.api.custom_tools import CUSTOM_INPUT
 from edgemoe.api.endpoints.content_parts import text_of_field, text_of_parts, text_of_result
-from edgemoe.api.endpoints.response_tools import CUSTOM_INPUT, SEARCH, ToolOffer
+from edgemoe.api.endpoints.response_tools import SEARCH, ToolOffer
 from edgemoe.api.field_names import FieldNames
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.json_object import Json

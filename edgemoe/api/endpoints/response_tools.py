@@ -10,19 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgemoe.api.custom_tools import custom_function
 from edgemoe.api.peer_fields import TOOL_CHOICES
 from edgemoe.api.schema import MAX_TOOLS
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.json_object import Json
 
 ToolCallItem = Literal["function_call", "custom_tool_call", "tool_search_call"]
-CUSTOM_INPUT = "input"  # the one parameter of a custom tool
-CUSTOM_PARAMETERS: Json = {
-    "type": "object",
-    "properties": {CUSTOM_INPUT: {"type": "string"}},
-    "required": [CUSTOM_INPUT],
-    "additionalProperties": False,
-}
 SEARCH = "tool_search"
 NAME_CHARS = 256  # longest name of a function
 
@@ -61,9 +55,7 @@ class ToolOffer:
                     function = {key: given.get(key) for key in ("name", "description", "parameters", "strict")}
                     self._offer("function_call", function, place, namespace)
                 case "custom":
-                    given = tool["custom"] if isinstance(tool.get("custom"), dict) else tool
-                    function = {"name": given.get("name"), "description": _described(given)}
-                    self._offer("custom_tool_call", function | {"parameters": CUSTOM_PARAMETERS}, place, namespace)
+                    self._offer("custom_tool_call", custom_function(tool), place, namespace)
                 case "tool_search" if tool.get("execution") == "client":
                     function = {key: tool.get(key) for key in ("description", "parameters")}
                     self._offer("tool_search_call", {"name": SEARCH, **function}, place, None)
@@ -139,11 +131,3 @@ class ToolOffer:
 def _joined(namespace: str, name: str) -> str:
     joined = f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
     return joined if len(joined) <= NAME_CHARS else name
-
-
-def _described(tool: Json) -> str:
-    """Returns the description of a custom tool's function, with the grammar of its input."""
-    form = tool.get("format")
-    grammar = form.get("grammar", form) if isinstance(form, dict) and form.get("type") == "grammar" else {}
-    rule = f"The input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}" if grammar else ""
-    return "\n\n".join(filter(None, (tool.get("description"), rule)))

@@ -343,11 +343,19 @@ class ResponsesFormat:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": _effort(body), "summary": None},
+            "background": False,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "frequency_penalty": generation.requests[0].sampling.frequency_penalty,
+            "max_tool_calls": None,
+            "presence_penalty": generation.requests[0].sampling.presence_penalty,
+            "prompt_cache_key": None,
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": False,
             "temperature": generation.requests[0].sampling.temperature,
-            "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},
+            "text": _told_text(body.text),
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [_told_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": generation.requests[0].sampling.top_p,
             "truncation": "disabled",
@@ -359,8 +367,26 @@ class ResponsesFormat:
         usage = self._generation.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _told_text(asked: TextSettings | None) -> Json:
+    """Returns the settings of the text, as an answer repeats them."""
+    form = _response_format(asked.format if asked else None) or {"type": "text"}
+    if form["type"] != "json_schema":
+        return {"format": {"type": form["type"]}}
+    given = form.get("json_schema") or {}  # in the form of chat completions
+    told = {key: form.get(key) or given.get(key) for key in ("name", "schema", "strict")}
+    return {"format": {"type": "json_schema", **told, "name": told["name"] or "answer", "schema": told["schema"] or {}}}
+
+
+def _told_tool(tool: Json) -> Json:
+    """Returns a tool as an answer repeats it: a function has all of its fields."""
+    if tool.get("type") != "function":
+        return tool
+    flat = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    return {"type": "function"} | {"name": "", "description": None, "parameters": None, "strict": None} | flat

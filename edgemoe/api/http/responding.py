@@ -102,7 +102,7 @@ def error_response(error: RequestError, path: str) -> Response:
         headers["retry-after"] = str(max(1, round(wait_s)))
     if not error.again:
         headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients follow
-    return JSONResponse(_body(error, path), error.status, headers)
+    return JSONResponse(error_object(error, path), error.status, headers)
 
 
 ERROR_BODIES = {  # by the path's beginning; else OpenAI's
@@ -112,7 +112,8 @@ ERROR_BODIES = {  # by the path's beginning; else OpenAI's
 }
 
 
-def _body(error: RequestError, path: str) -> Json:
+def error_object(error: RequestError, path: str) -> Json:
+    """Returns the error in the form of the API at `path`."""
     for prefix, body in ERROR_BODIES.items():
         if path.startswith(prefix):
             return body(error)
@@ -132,4 +133,4 @@ def http_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not going to be read
-    return JSONResponse(_body(refusal, request.url.path), error.status_code, headers)
+    return JSONResponse(error_object(refusal, request.url.path), error.status_code, headers)

@@ -64,7 +64,7 @@ def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
     Raises InvalidRequest for a tool that is not a function.
     """
     for at, tool in enumerate(tools):
-        if tool.type not in (None, "function"):
+        if tool.type not in (None, "function", "custom"):
             raise InvalidRequest(f"tools[{at}].type: only functions can be called", param=f"tools[{at}].type")
     converted = [dict(msgspec.to_builtins(tool)) for tool in tools]
     for one in converted:
