@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import msgspec
 import pytest
 
 from edgemoe.api.dialects.dialect import HARMONY
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
-from edgemoe.api.endpoints.anthropic import _block
+from edgemoe.api.endpoints.anthropic import MessageFormat
 from edgemoe.api.schema import ChatMessage, Tool
 from edgemoe.api.text.chat_template import ChatTemplate, for_template, tools_for_template
 from edgemoe.errors import InvalidRequest
@@ -39,7 +41,8 @@ def test_a_tool_has_the_description_and_parameters_that_templates_read() -> None
 @pytest.mark.parametrize("arguments", ['{"a": 1e400}', '{"a": "\\ud83d x"}'])
 def test_arguments_are_handed_out_as_the_model_wrote_them(arguments: str) -> None:
     piece = OutputPiece("call", arguments, ToolCall(0, "f", "call_1"))
-    assert arguments in msgspec.json.encode(_block(piece)).decode()
+    written = MessageFormat(cast(Any, None))._block(piece)
+    assert arguments in msgspec.json.encode(written).decode()
 
 
 def test_a_schema_that_a_template_cannot_walk_is_a_refusal() -> None:
