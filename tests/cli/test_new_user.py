@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.readme import CURL, PYTHON, TALK
 
-from edgemoe.jit.compile_target import host, kind_of
+from edgemoe.jit.compile_target import AMX, WITH_AMX, host, kind_of
 
 ROOT = Path(__file__).parents[2]
 USER = "edgemoe-reader"
@@ -34,10 +34,9 @@ def machine() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="edgemoe-reader-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        shell(
-            f"env EDGEMOE_KINDS={kind_of(host()).name} {sys.executable} -m hatchling build -t wheel -d {folder}",
-            cwd=ROOT,
-        )
+        kind = kind_of(host())
+        name = kind.name + WITH_AMX if kind.has(*AMX) else kind.name
+        shell(f"env EDGEMOE_KINDS={name} {sys.executable} -m hatchling build -t wheel -d {folder}", cwd=ROOT)
         for venv, package in (("edgemoe", f"{next(folder.glob('*.whl'))}"), ("openai", "openai")):
             shell(f"{everybodys_python()} -m venv {folder / venv}")
             shell(f"{folder / venv}/bin/pip install --quiet -c {ROOT / 'constraints.txt'} {package}")
