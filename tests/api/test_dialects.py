@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.dialect_kit import ANSWER, ARGUMENTS, FUNCTIONS, SAMPLES, THOUGHT, Sample
 from test_text_parts import cut
 
-from edgemoe.api.dialects.dialect import DIALECTS, OutputMarks, OutputStart
+from edgemoe.api.dialects.dialect import DIALECTS, ChannelMarks, OutputMarks, OutputStart
 from edgemoe.api.dialects.growing_text import MAX_HELD
 from edgemoe.api.dialects.output_parser import OutputParser
 from edgemoe.api.dialects.tool_calls import OfferedFunctions, OutputPieces
@@ -159,6 +159,24 @@ def test_anything_at_all_is_read_the_same_whole_and_in_pieces(
     assert summary(pieces) == summary(whole)
     for piece in whole.of("call"):
         assert isinstance(json.loads(piece.text), dict)
+
+
+@pytest.mark.parametrize("end", ChannelMarks.ENDS)
+@pytest.mark.parametrize("begin", [ChannelMarks.START, ChannelMarks.CHANNEL, ChannelMarks.CONSTRAIN])
+def test_text_behind_a_header_that_breaks_off_is_shown(begin: str, end: str) -> None:
+    sample = SAMPLES["harmony"]
+    answer = "<|channel|>final<|message|>It is."
+    for output, text in (
+        (f"{begin}a{end}now", "now"),
+        (f"{begin}a{end}now{end}", "now"),
+        (f"{begin}a", ""),
+        (f"{begin}a{end}{answer}", "It is."),
+        (f"{begin}a{end}now{end}{answer}", "now\n\nIt is."),
+    ):
+        for border in range(len(output) + 1):
+            pieces = parsed(sample, cut(output, [border]))
+            assert pieces.text() == text, (output, border)
+            assert_all_there(sample, output, pieces)
 
 
 @EACH

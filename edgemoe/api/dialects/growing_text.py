@@ -59,10 +59,6 @@ class GrowingText:
         """Returns whether no more text comes."""
         return self._ended
 
-    def read_all(self) -> None:
-        """Reads all text that has arrived."""
-        self._at = len(self._text)
-
     @property
     def read(self) -> int:
         """Returns how many characters were read and not cut off."""

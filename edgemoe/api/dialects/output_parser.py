@@ -262,6 +262,7 @@ def _listed_tool_calls(output: OutputReader, form: ToolCallForm, section: ToolCa
 
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAME = re.compile(r"\s*(\w*)")
+END = re.compile("|".join(map(re.escape, ChannelMarks.ENDS)))
 
 
 def read_channels(output: OutputReader) -> Reading[None]:
@@ -269,11 +270,17 @@ def read_channels(output: OutputReader) -> Reading[None]:
     if output.marks.begun in ("reasoning", "text"):
         yield from _copy(output, "reasoning" if output.marks.begun == "reasoning" else "text")
     while (yield from output.source.next()):
-        yield from _message(output, *(yield from _header(output)))
+        header = yield from _header(output)
+        output.skip_read()
+        if header is not None:
+            yield from _message(output, *header)
 
 
-def _header(output: OutputReader) -> Reading[tuple[str, str]]:
-    """Reads a header. Returns its last channel and its recipient; "" for each that is missing."""
+def _header(output: OutputReader) -> Reading[tuple[str, str] | None]:
+    """Reads a header. Returns its last channel and its recipient, "" for each that is missing.
+
+    Returns None where it breaks off: behind a mark that ends a message, or at the end of the output.
+    """
     source = output.source
     begin = ""
     try:
@@ -283,14 +290,16 @@ def _header(output: OutputReader) -> Reading[tuple[str, str]]:
             raise MalformedOutput
         header = yield from source.until(ChannelMarks.MESSAGE, 2 * MAX_NAME)
     except MalformedOutput:
-        if begin.startswith("<") and source.ended:  # within a header
-            source.read_all()
-            output.skip_read()
-            return "", ""
+        if begin.startswith("<") and source.ended:
+            yield from source.copy(ChannelMarks.ENDS, lambda _: None)
+            return None
         yield from source.accept(ChannelMarks.START)
         output.begin("text", BETWEEN_MESSAGES)
         output.show_read()
         return "", ""
+    if end := END.search(header):
+        source.unread(len(header) - end.end() + len(ChannelMarks.MESSAGE))
+        return None
     first, *channels = header.partition(ChannelMarks.CONSTRAIN)[0].split(ChannelMarks.CHANNEL)
     last = channels[-1] if channels else ""
     recipient = RECIPIENT.search(last) or RECIPIENT.search(first)
@@ -300,7 +309,6 @@ def _header(output: OutputReader) -> Reading[tuple[str, str]]:
 
 def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None]:
     """Reads the content of a message, and the mark that ends it."""
-    output.skip_read()
     kind: PieceKind = "reasoning" if channel == "analysis" and not recipient else "text"
     output.begin(kind, BETWEEN_MESSAGES)
     is_call = recipient and output.takes_tool_calls
