@@ -28,6 +28,7 @@ from edgemoe.types.experts import padded
 pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="module")]
 NODES = ("a", "b", "c")
 EXPERTS = 18  # in all
+LACKED = {"b": 0, "c": 1}  # experts, counted over all layers; a has both
 SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for passing experts
 
 
@@ -44,21 +45,29 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Box]]:
-    """Three boxes with a plan; a's disk lacks half of the experts."""
+    """Three boxes with a plan; a's disk lacks half of the experts, b's and c's one each.
+
+    A box with all experts on disk keeps its memory for its own requests where a busy machine slows its steps.
+    """
     folder = tmp_path_factory.mktemp("x")
     store = ensure_store(checkpoint, folder / "stores")
-    half = partial_store(store, folder / "half", np.tile(np.arange(6) < 3, (EXPERTS // 6, 1)))
+    half = np.tile(np.arange(6) < 3, (EXPERTS // 6, 1))
+    places = np.arange(EXPERTS).reshape(half.shape)
+    stores = {"a": partial_store(store, folder / "a-store", half)}
+    stores |= {
+        node: partial_store(store, folder / f"{node}-store", places != lacked) for node, lacked in LACKED.items()
+    }
     slot = padded(Manifest.load(store).entry(0, 0).bytes)
     made = make_boxes(
         folder,
-        {"a": half, "b": store, "c": store},
+        stores,
         free_ports(len(NODES)),
         model={"name": "tiny", "store_dir": str(STORES)},
         memory={"ram_bytes": SLOTS * slot, "kv_bytes": 8 << 20},
         engine={"threads": 1},
         service={"max_restarts": 50, "drain_s": 2.0},
         # Plans change where they must: better ones are solved in test_refined_plan.py. A box that was killed is back
-        # within `absent_s`, on a busy machine too, and so keeps its homes.
+        # within `absent_s`, on a busy machine too.
         cluster={"coordination": "raft", "replicas": 1, "absent_s": 600.0, "migrate_s": 0.0},
     )
     for box in made:
@@ -79,7 +88,7 @@ async def test_three_boxes_generate_one_box_s_tokens(boxes: dict[str, Box], orac
     assert said == [oracle.complete(prompt, 40) for prompt in PROMPTS]
     about = await boxes["a"].cluster()
     assert [member["homes"] for member in about["members"]] == [EXPERTS // 3] * 3
-    assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS, EXPERTS]
+    assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS - 1, EXPERTS - 1]
     metrics = [names.parse(await box.metrics()) for box in boxes.values()]
     # b and c may find their own disks nearer than each other; a has no other source
     assert names.select(metrics[0], names.REMOTE_EXPERTS) + names.select(metrics[0], names.EXPERTS_FETCHED) > 0
@@ -153,7 +162,6 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
     await until(lambda: settled(boxes.values(), NODES), 120)
 
 
-@pytest.mark.slow  # on a busy machine the box sometimes comes back without homes: not yet explained
 async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[str, Box], oracle: Oracle) -> None:
     before = await boxes["a"].cluster()
     leader = boxes[before["leader"]]
