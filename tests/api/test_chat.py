@@ -266,7 +266,7 @@ async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
 ) -> None:
     monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
     body = {"messages": [{"role": "user", "content": "HANG@0"}], "stream": True}
-    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
         lines = answer.aiter_lines()
         assert [await anext(lines) for _ in range(3)] == [": waiting", "", ": waiting"]
@@ -288,7 +288,7 @@ async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatc
 
     body = convert({"messages": ask(), "stream": True}, Chat)
     job = Generation("chatcmpl", "tiny", [], [], 1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         kept = ClientAnswer(send, SERVER_SENT_EVENTS)
         async with kept.kept():
             await responding.reply(kept, PreparedAnswer(job, ChatFormat(job, body, text_model), True), deltas())
@@ -301,7 +301,7 @@ async def test_a_stream_says_that_it_waits_between_its_tokens_too(
 ) -> None:
     monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
     body = {"messages": [{"role": "user", "content": "HANG@3"}], "stream": True}
-    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = answer.aiter_lines()
         while not (await anext(lines)).startswith("data: "):
             pass
@@ -315,7 +315,7 @@ async def test_an_answer_that_is_no_stream_begins_with_white_space_and_is_the_sa
     monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
     assert front.supervisor is not None
     body = {"messages": [{"role": "user", "content": "HANG@2"}]}
-    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         parts = answer.aiter_bytes()
         assert (answer.status_code, await anext(parts)) == (200, b"\n")
         front.supervisor.requests.fail_all(DeadlineExceeded("late"))
@@ -329,7 +329,7 @@ async def test_an_answer_that_is_no_stream_and_fails_after_that_ends_the_connect
     monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
     assert front.supervisor is not None
     body = {"messages": [{"role": "user", "content": "HANG@0"}]}
-    async with asyncio.timeout(30), http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         parts = answer.aiter_bytes()
         assert await anext(parts) == b"\n"
         front.supervisor.requests.fail_all(EngineUnavailable("gone"))

@@ -122,7 +122,7 @@ async def test_such_schemas_hold_up_nobody_else(
     body = {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}}
     asking = [asyncio.ensure_future(http.post("/v1/chat/completions", json=body)) for _ in range(4)]
     await until(lambda: checker.busy)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await http.post("/tokenize", json={"prompt": "hello"})).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": "SAY{hi}END"})).status_code == 200
     assert not any(each.done() for each in asking)

@@ -518,7 +518,7 @@ async def test_a_stream_that_has_nothing_for_long_sends_lines_that_say_nothing(
 ) -> None:
     monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
     for path, body in (("/api/chat", {"messages": HANGS}), ("/api/generate", {"prompt": "HANG@0"})):
-        async with asyncio.timeout(30), asked.http.stream("POST", path, json={"model": "tiny", **body}) as answer:
+        async with asyncio.timeout(60), asked.http.stream("POST", path, json={"model": "tiny", **body}) as answer:
             assert answer.status_code == 200
             lines = answer.aiter_lines()
             for _ in range(2):

@@ -70,7 +70,7 @@ async def tcp(text_model: TextModel, tmp_path_factory: pytest.TempPathFactory) -
 async def events_of(client: httpx.AsyncClient, enough: Any) -> list[tuple[str, Any]]:
     """Returns the events until `enough` of it is true."""
     heard: list[tuple[str, Any]] = []
-    async with asyncio.timeout(20), client.stream("GET", "/events") as answer:
+    async with asyncio.timeout(60), client.stream("GET", "/events") as answer:
         assert answer.status_code == 200
         name = ""
         async for line in answer.aiter_lines():
@@ -171,7 +171,7 @@ async def test_a_page_of_another_site_gets_nothing_by_way_of_a_proxy_to_the_sock
 
 
 async def test_head_of_events_is_answered_at_once(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         answer = await http.head("/events")
         assert (await http.get("/version")).status_code == 200, "which comes by the same connection"
     assert (answer.status_code, answer.content) == (200, b"")

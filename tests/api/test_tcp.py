@@ -155,7 +155,7 @@ async def test_keys_come_and_go_while_the_daemon_runs_and_keep_their_limits(
     backend.told.clear()
     body = {"json": {"prompt": "x", "model": "other"}, "headers": {"x-api-key": one.secret}}
     running = asyncio.ensure_future(tcp.post("/v1/completions", **body))  # type: ignore[arg-type]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await backend.asked.wait()
     refused = await tcp.post("/v1/completions", **body)  # type: ignore[arg-type]
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")

@@ -37,7 +37,7 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
 async def browser(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     passage = DashboardProxy(Path(front.settings.api.socket), TOKEN, PORT)
     transport = httpx.ASGITransport(passage)
-    async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=30.0) as client:
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
         yield client
     await passage.close()
 

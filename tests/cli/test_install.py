@@ -96,11 +96,11 @@ def home(env: dict[str, str]) -> Iterator[Path]:
         process = subprocess.Popen(command, cwd=home, env=env, stdout=log, stderr=log)
     try:
         with Client(home / "edgemoe.sock") as client:
-            wait_until(lambda: client.is_ready() or process.poll() is not None, 180)
+            wait_until(lambda: client.is_ready() or process.poll() is not None)
         assert process.poll() is None, (home / "log").read_text()
         yield home
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, (home / "log").read_text()
+        assert process.wait(60) == 0, (home / "log").read_text()
     finally:
         process.kill()
         process.wait()

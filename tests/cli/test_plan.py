@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.kept import KERNELS
+from support.kept import KERNELS, STORES
 from support.published import CONFIGURATIONS
 
 from edgemoe.cli import bench, main
@@ -236,7 +236,8 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
         timed.extend(each.label for each in variants)
         return [LayerTimes(1.0, 1.0, 1, 1.0, 32) for _ in variants]
 
-    timed, settings = list[str](), Settings(memory=MemorySettings(headroom_bytes=0))
+    timed, memory = list[str](), MemorySettings(headroom_bytes=0)
+    settings = Settings(memory=memory, model=ModelSettings(store_dir=str(STORES)))
     subject = find_model(str(MODEL / "config.json"), tmp_path)
     *_, smallest = subject.variants()
     need = needs_of(smallest.spec, smallest.dense_bytes)
@@ -245,6 +246,8 @@ def test_time_goes_to_encodings_that_fit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan_command, "measure_layers", one_second)
     monkeypatch.setattr(plan_command, "read_times", lambda _, sizes, __: [DISK_S for _ in sizes])
     monkeypatch.setattr(plan_command, "memory_rate", lambda _: 1e10)
+    monkeypatch.setattr(plan_command, "COMPILED_S", math.inf)
+    monkeypatch.setattr(plan_command, "DEADLINE_S", math.inf)
     question, now_s = PlanOptions(16, 1, 32, 1, "usual"), time.monotonic()
     planner, measured = plan_command._measure(list(subject.variants()), question, settings, PhaseReport(), now_s)
     forecasts = [planner.forecast(*each) for each in measured]

@@ -135,7 +135,7 @@ async def test_a_wrong_port(boxes: dict[str, Box]) -> None:
     wrong = f"127.0.0.1:{free_ports(1)[0]}"
     with listing(a, address, wrong):
         found("a wrong port in the list of peers", "ports", doctor(a), "b at", wrong, "not reached")
-    await until(lambda: together([a, b]), 60.0)
+    await until(lambda: together([a, b]))
 
 
 async def test_a_stale_key(boxes: dict[str, Box]) -> None:
@@ -147,12 +147,12 @@ async def test_a_stale_key(boxes: dict[str, Box]) -> None:
         async def is_cut_off() -> bool:
             return await state_of(a, "b") == "gone"
 
-        await until(is_cut_off, 30.0)
+        await until(is_cut_off)
         found("a's key in b's list is that of before", "peers", doctor(a), "b is gone")
         found("the same, asked at b", "peers", doctor(b), "a is gone")
     with listing(a, str(peers["a"].key), stale):
         found("a's own key in its list is that of before", "peer-list", doctor(a), "belongs to the key")
-    await until(lambda: together([a, b]), 60.0)
+    await until(lambda: together([a, b]))
 
 
 async def test_a_full_disk(boxes: dict[str, Box]) -> None:
@@ -242,7 +242,7 @@ async def test_no_leader(boxes: dict[str, Box]) -> None:
     async def is_alone() -> bool:
         return not (await a.cluster())["leader"]
 
-    await until(is_alone, 60.0)
+    await until(is_alone)
     rows = doctor(a)
     found("the box that is to lead is stopped", "leader", rows, "nobody leads")
     assert "b is gone" in rows["peers"]["said"]
@@ -255,4 +255,4 @@ async def stop(box: Box) -> None:
     async def has_ended() -> bool:
         return box.process is not None and box.process.poll() is not None
 
-    await until(has_ended, 60.0)
+    await until(has_ended)

@@ -125,7 +125,7 @@ async def proxied(
     proxy = FrontProxy(addresses, most)
     proxy._is_open = True
     for address, transport in zip(addresses, transports, strict=True):
-        address.http = httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=30.0)
+        address.http = httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=60)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(proxy), base_url="http://app", timeout=60.0) as client:
         yield client, transports, proxy
     await proxy.close()
@@ -355,7 +355,7 @@ async def front_process(folder: Path, model: Path) -> AsyncIterator[tuple[subpro
         yield process, path
     finally:
         process.kill()
-        process.wait(15)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

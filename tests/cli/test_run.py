@@ -26,7 +26,7 @@ from edgemoe.front.main import Front
 from edgemoe.store.catalog import HUB_NAME, resolve
 from edgemoe.store.hub_names import HUB_NAMES, hub_name
 
-LIMIT_S = 240
+LIMIT_S = 600
 SMALL = ("--set", "memory.kv_bytes=16MiB", "--set", "memory.headroom_bytes=64MiB")
 
 
@@ -77,9 +77,12 @@ def test_a_model_of_the_hub_is_fetched_served_and_answers_and_nothing_goes_on(
 def test_the_daemon_ends_with_the_command_however_that_ends(tmp_path: Path, stores: Path, number: int) -> None:
     with subprocess.Popen(command_of(tmp_path, stores, "demo"), stdin=subprocess.PIPE) as process:
         client = Client(tmp_path / "s")
-        wait_until(client.is_listening, 120)
-        process.send_signal(number)
-        wait_until(lambda: not client.is_listening(), 120)
+        try:
+            wait_until(client.is_listening)
+            process.send_signal(number)
+            wait_until(lambda: not client.is_listening())
+        finally:
+            process.kill()
 
 
 def test_a_daemon_that_cannot_serve_says_why(hub: LocalHub, tmp_path: Path) -> None:

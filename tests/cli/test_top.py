@@ -38,7 +38,7 @@ def screen(top: TopScreen) -> str:
 
 
 async def shows(top: TopScreen, *words: str) -> None:
-    await until(lambda: all(word in screen(top) for word in words), 20.0)
+    await until(lambda: all(word in screen(top) for word in words))
 
 
 async def test_the_screen_shows_a_daemon_that_works(front: Front) -> None:

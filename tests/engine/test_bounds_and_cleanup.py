@@ -44,7 +44,7 @@ def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
 
     def held(*args: object) -> object:
         started.set()
-        assert seen.wait(20)
+        assert seen.wait(60)
         return real(*args)
 
     started, seen = threading.Event(), threading.Event()
@@ -52,13 +52,13 @@ def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
     drive.submit(max_tokens=1)
     thread = threading.Thread(target=drive.step)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     first_s = drive.engine.runner.standstill_s()
     while (stands_s := drive.engine.runner.standstill_s()) <= first_s:
         pass
     stood.append(stands_s)
     seen.set()
-    thread.join(20)
+    thread.join(60)
     assert stood[0] > 0.0
     assert drive.tokens()
     assert drive.engine.runner.standstill_s() == 0.0
@@ -218,7 +218,7 @@ def test_a_deadline_may_be_at_the_end_of_time() -> None:
     seq.ready = False  # like a request whose grammar is being compiled: the loop sleeps until a message arrives
     thread = drive.engine.start(1, ended.append)
     drive.engine.loop.stop()
-    thread.join(20)
+    thread.join(60)
     assert ended == [None]
     drive.engine.loop._stopped = False
     drive.engine.loop._inbox.put(lambda: None)

@@ -355,7 +355,7 @@ def test_an_error_that_nobody_makes_ends_the_loop_and_says_so() -> None:
     drive, ended = Drive(), []
     drive.model.decoder.embed = drive.model.decoder.embed[:0]
     drive.submit()
-    drive.engine.start(1, ended.append).join(timeout=20)
+    drive.engine.start(1, ended.append).join(timeout=60)
     assert isinstance(ended[0], IndexError)
 
 
@@ -494,7 +494,7 @@ def test_a_grammar_of_a_request_that_is_over_is_not_compiled() -> None:
     class Slow(GrammarCompiler):
         def _compile(self, grammar: str) -> LLMatcher:
             begun.set()
-            assert gate.wait(20)
+            assert gate.wait(60)
             compiled.append(grammar)
             return super()._compile(grammar)
 
@@ -502,7 +502,7 @@ def test_a_grammar_of_a_request_that_is_over_is_not_compiled() -> None:
     drive = Drive(grammars=Slow(byte_tokenizer()[1]))
     drive.submit(name="first", grammar=first)
     drive.step()
-    assert begun.wait(20)
+    assert begun.wait(60)
     drive.submit(name="cancelled", grammar=others[0])
     drive.submit(name="late", grammar=others[1], remaining_s=0.05)
     drive.step()
@@ -537,9 +537,9 @@ def test_the_loop_sleeps_until_something_arrives_and_stops_when_told() -> None:
     drive.engine.start(1, lambda error: ended.set() if error is None else None)
     for round_ in range(3):
         drive.submit(name=f"r{round_}")
-        assert finished.acquire(timeout=20)
+        assert finished.acquire(timeout=60)
     drive.engine.loop.stop()
-    assert ended.wait(timeout=20)
+    assert ended.wait(timeout=60)
     assert drive.engine.runner.totals["steps", "decode"] == 3 * 11
 
 

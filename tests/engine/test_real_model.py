@@ -61,7 +61,7 @@ def running(tiers: ExpertTiers) -> Iterator[None]:
     thread.start()
     yield
     loop.call_soon_threadsafe(task.cancel)
-    thread.join(20)
+    thread.join(60)
     loop.close()
     tiers.close()
     tiers.check_integrity(idle=True)

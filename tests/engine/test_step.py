@@ -243,7 +243,7 @@ def test_a_device_or_memory_that_gives_out_ends_the_loop_and_no_request(error: E
     decoder, ended = Poisoned(error), []
     drive = Drive(model=plain_model()._replace(decoder=decoder, experts=decoder.experts))
     drive.submit([POISON], name="bad")
-    drive.engine.start(1, ended.append).join(timeout=20)
+    drive.engine.start(1, ended.append).join(timeout=60)
     assert ended == [error]
     assert not drive.emitted
 

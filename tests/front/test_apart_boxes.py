@@ -18,7 +18,7 @@ from support.waiting import until
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 ROLES = {"p": "prefill", "d": "decode"}
 PROMPTS = ["a longer prompt of several words " * 5, "number two says something else " * 4, "x"]
 TOKENS = 400
@@ -53,7 +53,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     for box in made:
         box.start("--set", f"cluster.role={ROLES[box.node]}")
     try:
-        await until(lambda: settled(made, tuple(ROLES)), 180.0)
+        await until(lambda: settled(made, tuple(ROLES)))
         yield {box.node: box for box in made}
     finally:
         for box in made:
@@ -99,6 +99,6 @@ async def test_a_death_in_between_costs_no_token(boxes: dict[str, Box], oracle: 
         prompt = f"{front} goes on when the engine of {dies} has died, whatever it did " * 3
         said = await boxes[front].stream(prompt, 200, 8, boxes[dies].kill_engine)
         assert said == oracle.complete(prompt, 200)
-        await until(lambda: settled(boxes.values(), tuple(ROLES)), 60.0)
+        await until(lambda: settled(boxes.values(), tuple(ROLES)))
     for box in boxes.values():
         assert (await figures(box))[names.KV_BLOCKS_REFERENCED] == 0

@@ -51,7 +51,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     a.start()
     b.start()
     try:
-        await until(lambda: settled((a, b), ("a", "b")), 180.0)
+        await until(lambda: settled((a, b), ("a", "b")))
         yield Served((a, b), Oracle(checkpoint))
     finally:
         await asyncio.gather(a.close(), b.close())

@@ -73,7 +73,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     for box in made:
         box.start()
     try:
-        await until(lambda: settled(made, NODES), 180.0)
+        await until(lambda: settled(made, NODES))
         yield {box.node: box for box in made}
     finally:
         for box in made:
@@ -128,7 +128,7 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     d.start("--join", f"a,{seed.address},{seed.key}")
     speaking = asyncio.ensure_future(speak())
     try:
-        await until(lambda: settled(four, (*NODES, "d")), 120.0)
+        await until(lambda: settled(four, (*NODES, "d")))
         speaking.cancel()
         await asyncio.gather(speaking, return_exceptions=True)
         assert any("moving=True" in box.log() for box in boxes.values())
@@ -141,7 +141,7 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     finally:
         await d.close()
         lists.write_text(before)
-    await until(lambda: settled(boxes.values(), NODES), 120.0)
+    await until(lambda: settled(boxes.values(), NODES))
 
 
 async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(
@@ -159,7 +159,7 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
 
     assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)
     died[0].start()
-    await until(lambda: settled(boxes.values(), NODES), 120)
+    await until(lambda: settled(boxes.values(), NODES))
 
 
 async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[str, Box], oracle: Oracle) -> None:
@@ -173,13 +173,13 @@ async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[st
         told = [await box.cluster() for box in others]
         return len({one["leader"] for one in told} - {"", leader.node}) == 1 and all(one["leader"] for one in told)
 
-    await until(led_anew, 20)
+    await until(led_anew)
     after = await others[0].cluster()
     assert after["epoch"] > before["epoch"]
     assert after["plan"] == before["plan"]  # a box that is gone for a moment keeps its homes
     assert await asyncio.gather(*saying) == [oracle.complete(f"said by {box.node}", 300) for box in others]
     leader.start()
-    await until(lambda: settled(boxes.values(), NODES), 120)
+    await until(lambda: settled(boxes.values(), NODES))
     assert (await leader.cluster())["epoch"] >= after["epoch"]
 
 
@@ -193,7 +193,7 @@ async def test_a_box_that_leaves_gives_its_homes_away_at_once(boxes: dict[str, B
         homes = {m["node"]: m["homes"] for m in told[0]["members"]}
         return homes["c"] == 0 and all(one["plan"]["version"] > version for one in told)
 
-    await until(planned_anew, 20)
+    await until(planned_anew)
     assert c.process is not None
     await asyncio.to_thread(c.process.wait, 20)
     assert c.process.returncode == 0

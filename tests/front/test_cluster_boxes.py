@@ -163,7 +163,7 @@ async def test_clusters_are_fitted_to_the_traffic_of_running_boxes_and_followed(
 async def test_a_new_box_gets_a_cluster_and_half_of_the_prompts_keep_their_box(three: Boxes) -> None:
     before = await three.homes(among=three.boxes[:2])
     await started(three.boxes[2:], ALIKE)
-    await until(lambda: has_clusters(three, 3), 120.0)
+    await until(lambda: has_clusters(three, 3))
     after = await three.homes()
     assert set(after.values()) == {"a", "b", "c"}
     assert sum(after[prompt] == before[prompt] for prompt in OLD) >= len(OLD) / 2
@@ -172,7 +172,7 @@ async def test_a_new_box_gets_a_cluster_and_half_of_the_prompts_keep_their_box(t
 async def test_an_engine_that_dies_and_starts_again_has_its_cluster_and_no_token_is_lost(three: Boxes) -> None:
     homes, fitted = await three.homes(), len(reasons(three))
     asked = asyncio.create_task(three.ask(OLD * 2))
-    dies = await until(three.host, 60.0)
+    dies = await until(three.host)
     await dies.kill_engine()
     await asked
     await until(lambda: ready(three.boxes), 600.0)

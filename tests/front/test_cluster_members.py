@@ -48,7 +48,7 @@ async def boxes_of(folder: Path, model: Path, names: Sequence[str], **cluster: A
         for box in boxes.values():
             if box.process is not None and box.process.poll() is None:
                 box.process.kill()
-                box.process.wait(10)
+                box.process.wait(60)
 
 
 async def members(box: Box) -> dict[str, Any]:
@@ -186,7 +186,7 @@ async def test_a_cluster_grows_from_one_box_by_invitations(tmp_path: Path, model
         for box in (a, b):
             if box.process is not None:
                 box.process.kill()
-                box.process.wait(10)
+                box.process.wait(60)
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ async def test_a_box_and_its_copy_are_named_and_one_of_them_is_followed(tmp_path
         finally:
             assert copy.process is not None
             copy.process.kill()
-            copy.process.wait(10)
+            copy.process.wait(60)
         await until(lambda: quiet(boxes.values()), LONG_S)
         assert "two boxes run with one name and key" in a.log.read_text()
         assert "another box runs with this one's name and key" in copy.log.read_text()

@@ -60,7 +60,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     for box in made:
         box.start()
     try:
-        await until(lambda: settled(made, NODES), 180.0)
+        await until(lambda: settled(made, NODES))
         yield {box.node: box for box in made}
     finally:
         for box in made:

@@ -67,7 +67,7 @@ async def test_the_daemon_generates_the_dequantised_weights_text(
         supervisor = front.supervisor
         assert supervisor is not None
         again = asyncio.ensure_future(served(front))
-        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN, 60)
+        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN)
         os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
         assert await again == expected
 
@@ -86,6 +86,6 @@ async def test_with_keys_and_values_in_int8_the_door_says_the_same_after_an_engi
         assert await asyncio.to_thread(main, ["status", *socket]) == 0
         assert "experts int4, int8; dense int8; KV int8" in " ".join(capsys.readouterr().out.split())
         again = asyncio.ensure_future(served(front))
-        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN, 60)
+        await until(lambda: sum(len(live.emitted) for live in supervisor.requests.machine._live.values()) > BEGUN)
         os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
         assert await again == expected

@@ -83,7 +83,7 @@ def engine_pid(front: Front) -> int:
 @asynccontextmanager
 async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
     async with running(two[0]) as a, running(two[1]) as b:
-        await until(lambda: len(cluster_of(a).requests.others()) == len(cluster_of(b).requests.others()) == 1, 30)
+        await until(lambda: len(cluster_of(a).requests.others()) == len(cluster_of(b).requests.others()) == 1)
         yield a, b
 
 
@@ -108,7 +108,7 @@ async def streams_once(met: Callable[[], Any], front: Front, expected: list[str]
     """
     while True:
         streams = asyncio.ensure_future(texts(front, len(expected)))
-        await until(lambda: streams.done() or met(), 30)  # noqa: B023
+        await until(lambda: streams.done() or met())  # noqa: B023
         if not streams.done():
             return streams
         assert await streams == expected
@@ -188,8 +188,8 @@ async def test_requests_waiting_for_a_dying_leader_are_answered_all_the_same(two
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as leader:
             try:
                 log = supervisor_of(front).requests.machine
-                await until(lambda: cluster_of(front).plane.leader == "a", 30)
-                (there,) = await until(cluster_of(front).requests.others, 30)
+                await until(lambda: cluster_of(front).plane.leader == "a")
+                (there,) = await until(cluster_of(front).requests.others)
                 streams = await streams_once(lambda: log.count_offered() >= 2 and log.count_at(there), front, expected)
                 leader.kill()
                 assert await asyncio.wait_for(streams, 60) == expected
@@ -222,7 +222,7 @@ async def test_a_hung_up_client_s_requests_end_on_other_boxes_too(two: tuple[Set
     async with both(two) as (a, b), http_client(a.settings) as client:
         body = {"prompt": "HANG@3", "max_tokens": 50}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
-        await until(has_guests(b), 30)
+        await until(has_guests(b))
         for one in waiting:
             one.cancel()
         await until(lambda: not len(cluster_of(b).hosted_requests))
@@ -246,7 +246,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(
     async with running(two[0]) as a:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
             try:
-                (place,) = await until(cluster_of(a).requests.others, 30)
+                (place,) = await until(cluster_of(a).requests.others)
                 expected, requests = await texts(a), supervisor_of(a).requests.machine
 
                 def begun() -> bool:
@@ -318,9 +318,9 @@ async def test_a_box_leaves_once_the_others_have_its_unique_experts(two: tuple[S
 
         has(a_plane, 0b0011)
         has(b_plane, 0b1110)
-        await until(lambda: a_plane.state.members["b"].announcement.engine is not None, 30)
+        await until(lambda: a_plane.state.members["b"].announcement.engine is not None)
         leaving = asyncio.ensure_future(cluster_of(a).leave_experts())
-        await until(lambda: b_plane.state.members["a"].announcement.leaving, 30)
+        await until(lambda: b_plane.state.members["a"].announcement.leaving)
         assert b_plane.state.members["a"].announcement.engine is not None  # its blocks can still be fetched
         assert not leaving.done()
         has(b_plane, 0b1111)

@@ -101,7 +101,7 @@ async def test_the_recipe_for_clients_goes_on_at_the_next_address(tmp_path: Path
         for box in found:
             if box.process is not None:
                 box.process.kill()
-                box.process.wait(10)
+                box.process.wait(60)
 
 
 async def ready(boxes: list[Box]) -> bool:

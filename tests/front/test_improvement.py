@@ -19,7 +19,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.experts import padded
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200), pytest.mark.slow]
 NODES = ("a", "b")
 EXPERTS = 18  # in all
 SLOTS = EXPERTS // 2 + 4  # of RAM: two slots stay free for passing experts, two more allow moves
@@ -50,7 +50,7 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     for box in made:
         box.start()
     try:
-        await until(lambda: settled(made, NODES), 180.0)
+        await until(lambda: settled(made, NODES))
         yield made
     finally:
         for box in made:
@@ -76,5 +76,5 @@ async def test_a_plan_follows_the_requests_experts_and_changes_no_token(boxes: l
         moving = sum(member["to_come"] for member in (await a.cluster())["members"])
         return len(set(told)) == 1 and not moving and not any([await box.missing() for box in boxes])
 
-    await until(moved, 120.0)
+    await until(moved)
     assert said == {Oracle(checkpoint).complete(PROMPT, TOKENS)}

@@ -82,15 +82,15 @@ async def test_the_front_outlives_its_engine_and_says_what_to_change(
                     return bool((await http.get("/health")).status_code == 200)
                 return False
 
-            await until(is_ready, 120.0)
+            await until(is_ready)
             body = {"model": "tiny", "prompt": "SAY{after the death}END", "max_tokens": 30}
             (tmp_path / "grow").touch()
 
             async def has_been_replaced() -> bool:
                 return bool((await http.get("/health")).json()["engine"]["starts"] > 1)
 
-            await until(has_been_replaced, 120.0)
-            await until(is_ready, 120.0)
+            await until(has_been_replaced)
+            await until(is_ready)
             ended = (await http.get("/health")).json()["engine"]["last_end"]
             assert "killed by SIGKILL by the kernel for want of memory" in ended
             assert "may take 600 MiB (MemoryMax of the unit" in ended

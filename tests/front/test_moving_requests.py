@@ -98,7 +98,7 @@ async def boxes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             front = running(msgspec.structs.replace(one, cluster=cluster, engine=engine))
             fronts[node] = await stack.enter_async_context(front)
         all_ = Boxes(fronts, between)
-        await until(lambda: all(len(all_[node].requests.others()) == 2 for node in ROLES), 30)
+        await until(lambda: all(len(all_[node].requests.others()) == 2 for node in ROLES))
         yield all_
         await until(lambda: not any(all_.left))
 

@@ -26,7 +26,7 @@ def box(command: Sequence[str], settings: Settings, log: Path) -> Iterator[None]
     finally:
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(60)
         finally:
             process.kill()
 
@@ -50,11 +50,11 @@ async def test_neighbouring_releases_work_together_and_use_new_features_only_amo
     log_a, log_b, log_b2 = (tmp_path / name for name in ("a.log", "b.log", "b2.log"))
     with box(NEXT, a, log_a):
         with box(THIS, b, log_b):
-            await until(lambda: noted(log_a)["spared"] > 2, 60)
+            await until(lambda: noted(log_a)["spared"] > 2)
             said = await ask(b)
             assert [await ask(one) for one in (a, b, a, b)] == [said] * 4
         assert noted(log_a)["greeted"] == noted(log_a)["moods"] == 0
         assert "dropped" not in log_b.read_text()
         with box(NEXT, b, log_b2):
-            await until(lambda: noted(log_b2).get("greeted", 0) > 2 and noted(log_b2)["moods"] > 2, 60)
+            await until(lambda: noted(log_b2).get("greeted", 0) > 2 and noted(log_b2)["moods"] > 2)
             assert await ask(b) == said

@@ -111,7 +111,7 @@ async def test_a_kill_midstream_leaves_every_text_as_it_would_have_been(front: F
     expected = await texts(front, 6, 120)
     requests = supervisor_of(front).requests
     dying = asyncio.ensure_future(texts(front, 6, 120))
-    await until(lambda: total(front) > 100, 30)
+    await until(lambda: total(front) > 100)
     os.kill(supervisor_of(front).describe()["engine"]["pid"], signal.SIGKILL)
     assert await dying == expected
     assert requests.machine.resubmitted
@@ -149,7 +149,7 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     assert "not a ScoutGate export" in refused.json()["error"]["message"]
     before = total(front)
     streaming = asyncio.ensure_future(texts(front, 6, 120))
-    await until(lambda: total(front) > before + 60, 30)
+    await until(lambda: total(front) > before + 60)
     write_export(folder, ScoutGate(shape), calibration, {"id": "tiny"}, {})
     assert (await http.post("/reload")).json() == {"message": f"the ScoutGate in {folder} is in use"}
     assert supervisor_of(front).requests.machine._live

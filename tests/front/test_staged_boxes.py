@@ -52,7 +52,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         return [(await box.health()).get("status") for box in (a, b)] == ["ready", "ready"]
 
     try:
-        await until(ready, 180.0)
+        await until(ready)
         yield Served((a, b), Oracle(checkpoint))
     finally:
         await asyncio.gather(a.close(), b.close())

@@ -159,7 +159,7 @@ async def test_a_refusal_for_a_failing_engine_states_its_end(
     front = Front(settings, SCRIPTED, env={})
     serving = asyncio.ensure_future(front.serve())
     async with http_client(settings) as client:
-        await until(lambda: ready(front), 60)
+        await until(lambda: ready(front))
         os.kill(engine_pid(front), signal.SIGKILL)
         await until(lambda: supervisor_of(front).state == "failed")
         refused = await client.post("/v1/completions", json={"prompt": "x"})

@@ -34,7 +34,7 @@ async def test_with_the_vote_of_a_witness_one_of_two_boxes_leads_alone(tmp_path:
         async def agree() -> bool:
             return "" != await leader("a") == await leader("b")
 
-        await until(agree, 60)
+        await until(agree)
         first = await leader("a")
         assert first in boxes
         died, left = boxes[first], next(node for node in boxes if node != first)
@@ -44,11 +44,11 @@ async def test_with_the_vote_of_a_witness_one_of_two_boxes_leads_alone(tmp_path:
         async def leads() -> bool:
             return await leader(left) == left
 
-        await until(leads, 60)
+        await until(leads)
         witness.process.send_signal(signal.SIGTERM)
-        assert witness.process.wait(20) == 0
+        assert witness.process.wait(60) == 0
     finally:
         for box in (*boxes.values(), witness):
             if box.process is not None and box.process.poll() is None:
                 box.process.kill()
-                box.process.wait(10)
+                box.process.wait(60)

@@ -303,8 +303,8 @@ def test_the_command_waits_for_shards_that_are_still_to_come(
     packing.start()
     for name in fetching.shards:
         fetching.fetch(name)
-        wait_until(lambda: not fetching.there, 30)
-    packing.join(30)
+        wait_until(lambda: not fetching.there)
+    packing.join(60)
     assert codes == [0]
     assert (tmp_path / "store" / MANIFEST).is_file()
     assert "waiting for" in capsys.readouterr().err

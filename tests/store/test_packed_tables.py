@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.kept import STORES
 from support.tiny_models import FAMILIES, SIZES
 
 from edgemoe.cli import main
+from edgemoe.cli.plan import plan_command
 from edgemoe.cli.plan.speed import ModelVariant
 from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.encodings.codec import unpack
@@ -225,7 +228,9 @@ def test_plan_tells_what_stays_on_disk(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["plan", str(weights), "--json"]) == 0
+    monkeypatch.setattr(plan_command, "COMPILED_S", math.inf)
+    monkeypatch.setattr(plan_command, "DEADLINE_S", math.inf)
+    assert main(["plan", str(weights), "--json", "--set", f"model.store_dir={STORES}"]) == 0
     found = json.loads(capsys.readouterr().out)["encodings"][0]
     assert found["table_bytes"] == ROWS * (WIDTH * 4 + 8)
     assert 0 < found["row_cache_bytes"] <= found["table_bytes"]

@@ -189,7 +189,7 @@ async def test_a_cancelled_read_has_stopped_writing_when_it_returns(
 
     def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
         loop.call_soon_threadsafe(begun.set)
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
         return real(fd, buffers, offset)
 
     with ExpertStore(store, manifest) as opened:

@@ -96,7 +96,7 @@ class Box:
         engine = (await self.health())["engine"]["pid"]
         self.process.kill()
         os.kill(engine, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """Terminates the daemon by SIGTERM, without waiting."""
@@ -109,10 +109,10 @@ class Box:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(60)
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")

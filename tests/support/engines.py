@@ -30,7 +30,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from edgemoe.worker.cluster_member import ClusterMember
 from support.kept import STORES
-from support.waiting import wait_until
+from support.waiting import WITHIN_S, wait_until
 
 LAYERS, EXPERTS = 3, 6  # of the tiny models
 
@@ -81,7 +81,7 @@ class EngineBox:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._live()), daemon=True)
         self._thread.start()
-        self._up.result(20)
+        self._up.result(60)
         self.assembly.engine.start(1, lambda error: None)
         self.alive = True
 
@@ -141,7 +141,7 @@ class EngineBox:
         )
         self.assembly.engine.loop.submit(request, tuple(emitted), 2 if emitted else 1, remaining_s)
 
-    def end(self, name: str = "r", within_s: float = 30.0) -> Emission:
+    def end(self, name: str = "r", within_s: float = WITHIN_S) -> Emission:
         wait_until(lambda: any(one.request == name and one.finish for one in self.emitted), within_s)
         return next(one for one in self.emitted if one.request == name and one.finish)
 
@@ -163,7 +163,7 @@ class EngineBox:
         if self.alive:
             self.alive = False
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(20)
+            self._thread.join(60)
             assert not self._thread.is_alive()
 
 

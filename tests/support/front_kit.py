@@ -146,7 +146,7 @@ async def started(
     front = Front(settings, command, env={}, **options)
     serving = asyncio.ensure_future(front.serve())
     try:
-        await until(lambda: serving.done() or is_up(front), 120.0)
+        await until(lambda: serving.done() or is_up(front))
         if serving.done():
             serving.result()
         yield front

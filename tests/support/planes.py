@@ -20,7 +20,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from support.fake_agreement import FakeAgreement, agreed_by
 from support.ports import free_ports
-from support.waiting import until
+from support.waiting import WITHIN_S, until
 
 ABC = ("a", "b", "c")
 LAYERS, EXPERTS = 2, 6
@@ -138,13 +138,13 @@ async def fronts(
             await asyncio.gather(*(front.die() for front in made.values()))
 
 
-async def led(fronts: Sequence[Front], within_s: float = 15.0) -> str:
+async def led(fronts: Sequence[Front], within_s: float = WITHIN_S) -> str:
     """Waits until all follow one leader; returns its node."""
     await until(lambda: len({f.plane.leader for f in fronts}) == 1 and bool(fronts[0].plane.leader), within_s)
     return fronts[0].plane.leader
 
 
-async def planned(fronts: Sequence[Front], nodes: Sequence[str], within_s: float = 15.0) -> None:
+async def planned(fronts: Sequence[Front], nodes: Sequence[str], within_s: float = WITHIN_S) -> None:
     """Waits until all follow one plan over these nodes."""
     await until(lambda: all(f.plan_nodes == tuple(nodes) for f in fronts), within_s)
     await until(lambda: len({f.plane.state.plans.ref for f in fronts}) == 1, within_s)

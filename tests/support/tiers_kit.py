@@ -148,7 +148,7 @@ def running(tiers: ExpertTiers, *, fill: bool = False) -> Iterator[ExpertTiers]:
         yield tiers
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         loop.close()
         tiers.close()

@@ -87,7 +87,7 @@ class TestWithPrometheus:
             )
             assert done.returncode == 0, done.stdout + done.stderr
 
-    @pytest.mark.timeout(300)
+    @pytest.mark.timeout(1200)
     async def test_every_query_of_the_board_has_data_from_a_daemon(self, tmp_path: Path) -> None:
         keys = tmp_path / "keys"
         keys.write_text(KEY + "\n")
@@ -109,15 +109,15 @@ class TestWithPrometheus:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             talking = asyncio.ensure_future(talk(http))
             try:
-                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listens}", timeout=10.0) as prometheus:
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listens}", timeout=60) as prometheus:
                     for title, query in queries():
                         if not title.startswith(CLUSTER):
-                            await until(lambda query=query: has_data(prometheus, query), 60.0)  # type: ignore[misc]
+                            await until(lambda query=query: has_data(prometheus, query))  # type: ignore[misc]
             finally:
                 talking.cancel()
                 await asyncio.gather(talking, return_exceptions=True)
                 process.terminate()
-                process.wait(20)
+                process.wait(60)
 
 
 async def talk(http: httpx.AsyncClient) -> None:

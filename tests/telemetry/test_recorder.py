@@ -187,7 +187,7 @@ def test_no_more_than_the_bound_waits_for_the_writer(tmp_path: Path, monkeypatch
     monkeypatch.setattr(recorder_module, "WAITING_BYTES", 100_000)
     go_on = threading.Event()
     write = Recorder._write
-    monkeypatch.setattr(Recorder, "_write", lambda self, block: go_on.wait(20) and write(self, block))
+    monkeypatch.setattr(Recorder, "_write", lambda self, block: go_on.wait(60) and write(self, block))
     recorder = Recorder(RecordSettings(dir=str(tmp_path)), HEADER, 20_000)
     for number in range(400):
         recorder.add(step(number, (False,), (60,)))

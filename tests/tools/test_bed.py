@@ -52,7 +52,7 @@ def bed() -> Iterator[Bed]:
         assert server.stdout.readline() == "open\n"
         yield made
         made["b"].kill()
-        server.wait(10)
+        server.wait(60)
         server.stdout.close()
 
 
@@ -68,7 +68,7 @@ def ask(bed: Bed, total_bytes: int) -> float | None:
         python(ASK, bed["b"].address, str(total_bytes)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        out, _ = asked.communicate(timeout=10)
+        out, _ = asked.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         asked.kill()
         asked.communicate()
@@ -115,8 +115,8 @@ def test_a_cut_goes_one_way_only(bed: Bed) -> None:
         assert waiting.stdout is not None
         assert waiting.stdout.readline() == "open\n"
         say = "import socket, sys; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', (sys.argv[1], 7001))"
-        bed[sender].spawn(python(say, bed[receiver].address)).wait(30)
-        return waiting.communicate("sent\n", timeout=30)[0].strip()
+        bed[sender].spawn(python(say, bed[receiver].address)).wait(60)
+        return waiting.communicate("sent\n", timeout=60)[0].strip()
 
     assert send("a", "c") == send("c", "a") == "x"
     bed["a"].cut(bed["c"])
@@ -137,7 +137,7 @@ def test_a_killed_box_is_empty(bed: Bed) -> None:
     wait_until(lambda: len(bed["c"].pids()) == 3)
     bed["c"].kill()
     assert bed["c"].pids() == []
-    sleeper.wait(10)
+    sleeper.wait(60)
 
 
 def test_verbs_reach_a_bed_that_another_process_built(bed: Bed) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
+from support.waiting import until
 
 from edgemoe.ipc.messages import Submit
 from edgemoe.types.request import Emission, Request, Sampling
@@ -43,12 +44,25 @@ class Served:
         self.files.open()
         self.disk = DiskPrefixes(self.drive.engine, self.files, self._submit)
         self.drive.engine.loop._emit = self._emit  # type: ignore[method-assign]
+        self.ended = self.saved = 0  # requests
+        self._note_ended, self.disk._note_ended = self.disk._note_ended, self._ended  # type: ignore[method-assign]
+        self._save, self.disk._save = self.disk._save, self._saved  # type: ignore[method-assign]
         self._ends: dict[str, asyncio.Future[Emission]] = {}
         self._loop = asyncio.get_running_loop()
 
     def _submit(self, message: Submit) -> None:
         left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
         self.drive.engine.loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
+
+    def _ended(self, running: disk_prefixes._Running) -> None:
+        self.ended += 1
+        self._note_ended(running)
+
+    def _saved(self, running: disk_prefixes._Running) -> int:
+        try:
+            return self._save(running)
+        finally:
+            self.saved += 1
 
     def _emit(self, items: list[Emission]) -> None:
         self.disk.on_emissions(items)
@@ -98,14 +112,7 @@ async def served(model: Model, folder: Path, most_bytes: int = 1 << 30, blocks: 
 
 async def saved(one: Served) -> None:
     """Waits until nothing is left to save."""
-    while not one.disk._ended.empty():
-        await asyncio.sleep(0)
-    await asyncio.to_thread(lambda: None)
-    files = -1
-    while files != len(one.files._entries):
-        files = len(one.files._entries)
-        await asyncio.to_thread(one.files.save, [], lambda _: None)
-        await asyncio.sleep(0.05)
+    await until(lambda: one.saved == one.ended)
 
 
 async def test_a_restarted_engine_reuses_what_the_former_one_computed(

@@ -48,7 +48,7 @@ async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
     for name in ("poison", "next"):
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(), seed=1)
         wire.send("boot-1", Submit(request=request, emitted=(7, 8), attempt=3, remaining_ms=1e3))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         _, ended = await anext(heard)
         while not loop.taken:
             await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def test_figures_that_cannot_be_told_cost_no_engine(tmp_path: Path, caplog
     runner = SimpleNamespace(standstill_s=lambda: 7.0)
     assembly: Any = SimpleNamespace(engine=SimpleNamespace(runner=runner))  # without metrics
     reporting = asyncio.ensure_future(worker._report(assembly))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         _, said = await anext(wire.messages())
     assert said == Stats(values={}, step_s=7.0)
     assert "the engine's figures cannot be told" in caplog.text

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.etcd_process import etcd_cluster
 from support.fake_agreement import FakeAgreement, FakeStore, agreed_by
-from support.waiting import until
+from support.waiting import WITHIN_S, until
 
 from edgemoe.cluster.control import control_plane
 from edgemoe.cluster.control.coordination.coord_store import (
@@ -63,7 +63,7 @@ async def running(stores: list[CoordStore]) -> AsyncIterator[list[CoordStore]]:
             await store.close()
 
 
-async def claim(store: CoordStore, node: str, within_s: float = 15.0, above: int = 0) -> int:
+async def claim(store: CoordStore, node: str, within_s: float = WITHIN_S, above: int = 0) -> int:
     """Claims as soon as the engine lets it."""
 
     async def claimed() -> int:
@@ -146,7 +146,7 @@ class TestContract:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def leader(elections: list[Election], among: set[int], within_s: float = 20.0) -> int:
+async def leader(elections: list[Election], among: set[int], within_s: float = WITHIN_S) -> int:
     """Waits for exactly one leader and returns its node; two at once fail the test."""
 
     def leading() -> list[int]:

@@ -128,7 +128,7 @@ async def test_whole_blocks_come_while_the_rest_is_computed() -> None:
 
         def halting(batch: Any, *others: Any) -> Any:
             if steps:  # the end of the prompt, after a first step of 48 tokens
-                gate.wait(10)
+                gate.wait(60)
             return forward(batch, *others)
 
         decoder.forward = halting

@@ -338,7 +338,7 @@ def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
         store.mark_present(first)
         saving = threading.Thread(target=store.save)
         saving.start()
-        assert begun.wait(10)
+        assert begun.wait(60)
         store.mark_present(second)
         store.save()
         other_saved.set()

@@ -155,7 +155,7 @@ class Wire:
         self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -58,7 +58,7 @@ async def main():
     key = secret()
     box = Box("b", key, {"b": key})
     for _ in range(1500):
-        with socket.create_connection(("127.0.0.1", box.port), timeout=20) as one:
+        with socket.create_connection(("127.0.0.1", box.port), timeout=60) as one:
             one.recv(1)
     box.channel.close()
     box.transport.close()
@@ -152,7 +152,7 @@ class Wire:
                         source = near if key.fd == near.fileno() else far
                         if not (data := source.recv(1 << 16)):
                             return
-                        self.open.wait(20)
+                        self.open.wait(60)
                         (near if source is far else far).sendall(data)
                         self.carried += len(data) * (source is near)
 
@@ -164,7 +164,7 @@ class Wire:
         self.join()
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

@@ -172,7 +172,7 @@ def test_closing_fails_copies_that_were_not_issued(desk: Desk) -> None:
     closer.start()
     wait_until(lambda: desk.failures == waiting)
     desk.go(desk.prefetches)
-    closer.join(10)
+    closer.join(60)
     assert desk.releases == list(range(ahead(desk)))
     desk.copy(SLOTS - 1, demand=True)
     assert desk.failures == [*waiting, SLOTS - 1]

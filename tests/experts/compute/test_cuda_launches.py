@@ -167,7 +167,7 @@ def test_a_copy_that_another_thread_begins_during_a_launch_comes_after_it(
         desk.lock.awaited.clear()
         threads.append(threading.Thread(target=begin))
         threads[-1].start()
-        assert desk.lock.awaited.wait(10)
+        assert desk.lock.awaited.wait(60)
         desk.read()
 
     def begin() -> None:

@@ -221,12 +221,12 @@ def test_a_thread_that_is_late_is_not_waited_for(
 
     def slow(wait_s: float = 0.0) -> bool:
         busy.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return work(wait_s)
 
     monkeypatch.setattr(controller.predictive.predictor, "work", slow)
     controller.predictive.predictor.wake()
-    assert busy.wait(20)
+    assert busy.wait(60)
     for ids in text(4, 4):
         choices = begin(controller)
         choices[:] = ids
@@ -242,7 +242,7 @@ def test_a_thread_that_is_late_is_not_waited_for(
 def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     link = module.link_predictor
-    monkeypatch.setattr(module, "link_predictor", lambda directory: go_on.wait(20) and link(directory))
+    monkeypatch.setattr(module, "link_predictor", lambda directory: go_on.wait(60) and link(directory))
     controller = PredictionController(L, E, K, kept=PredictorFiles(None, KERNELS))
     for layer in range(L):
         controller.policy.touch(layer, np.array([2, 5]))
@@ -272,7 +272,7 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
 ) -> None:
     monkeypatch.setattr(module, "RESTART_S", 0.0)
     again, begin_ = threading.Event(), controller._begin
-    monkeypatch.setattr(controller, "_begin", lambda: again.wait(20) and begin_())
+    monkeypatch.setattr(controller, "_begin", lambda: again.wait(60) and begin_())
     broken = controller.predictive.predictor
     monkeypatch.setattr(broken, "pop_awaited", lambda: 1 / 0)
     choices = begin(controller)

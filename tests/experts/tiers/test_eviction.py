@@ -96,7 +96,7 @@ def test_waiters_for_room_wake_up_when_slots_are_freed() -> None:
     waiting.start()
     wait_until(lambda: desk.residency._waiters.count == 1)
     desk.residency.release(0, held.slots)
-    waiting.join(10)
+    waiting.join(60)
     assert woken == [True]
     assert (desk.acquire(1, 3).slots >= 0).all()
 

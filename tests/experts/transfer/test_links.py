@@ -35,7 +35,7 @@ class Clock:
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
         """Lets a link sleep for `seconds`, or until it is notified."""
         if seconds is None:
-            changed.wait(10)
+            changed.wait(60)
         else:
             self.now += seconds
 
@@ -51,11 +51,11 @@ class StandingClock(Clock):
         self._changed = changed
         if seconds is not None:
             self._naps.put(seconds)
-        changed.wait(10)
+        changed.wait(60)
 
     def nap_s(self) -> float:
         """Returns the time for which the link wants to sleep."""
-        return self._naps.get(timeout=10)
+        return self._naps.get(timeout=60)
 
     def go_on(self, seconds: float) -> None:
         self.now += seconds + 1e-6  # sums of floats may be a little late
@@ -75,7 +75,7 @@ class Listener:
     def on_arrived(self, load: SlotTransfer) -> None:
         self.order.append(load.slot)
         self.ended.release()
-        self.gate.acquire(timeout=10)
+        self.gate.acquire(timeout=60)
 
     def on_released(self, load: SlotTransfer) -> None:
         pass
@@ -114,7 +114,7 @@ def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
         link.copy(copy(pool, slot))
         listener.gate.release()
     for _ in range(4):
-        assert listener.ended.acquire(timeout=10)
+        assert listener.ended.acquire(timeout=60)
     link.close()
     assert clock.now == pytest.approx(100 + 4 * STRIDE / 1e6)
     assert (target.slots()[:4] == source.slots()[:4]).all()
@@ -133,7 +133,7 @@ def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
         clock.now += 5.0
         began = clock.now
         link.copy(copy(pool, slot))
-        assert listener.ended.acquire(timeout=10)
+        assert listener.ended.acquire(timeout=60)
         listener.gate.release()
         assert clock.now - began == pytest.approx(STRIDE / 1e6)
     link.close()
@@ -146,12 +146,12 @@ def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
     )
     link.attach(listener)
     link.copy(copy(pool, 0, demand=False))
-    assert listener.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=60)
     link.copy(copy(pool, 1, demand=False))
     link.copy(copy(pool, 2))
     for _ in range(2):
         listener.gate.release()
-        assert listener.ended.acquire(timeout=10)
+        assert listener.ended.acquire(timeout=60)
     listener.gate.release()
     link.close()
     assert listener.order == [0, 2, 1]
@@ -230,7 +230,7 @@ def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
     pool.demanded[0] = demanded
     standing.now += 3.5 * PIECE_S
     link.wake()
-    assert listener.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=60)
     assert link.idle() != demanded
     assert released == ([] if demanded else [prefetch])
     link.copy(copy(pool, 1))
@@ -244,7 +244,7 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
     link = EmulatedLink(HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6)
     link.attach(listener)
     link.wake()
-    assert listener.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=60)
     link.close()
 
 
@@ -255,13 +255,13 @@ def test_closing_fails_queued_copies(pool: SlotPool) -> None:
     )
     link.attach(listener)
     link.copy(copy(pool, 0))
-    assert listener.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=60)
     link.copy(copy(pool, 1))
     closer = threading.Thread(target=link.close)
     closer.start()
     wait_until(lambda: link.closed)
     listener.gate.release()
-    closer.join(10)
+    closer.join(60)
     link.copy(copy(pool, 2))
     assert listener.failures == [1, 2]
 
