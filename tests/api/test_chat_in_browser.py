@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not WHERE, reason=WITHOUT),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),
 ]
 PICTURES = Path(os.environ.get("PICTURES", "/nowhere"))  # a folder to keep the pictures in
 SPOKEN = """\

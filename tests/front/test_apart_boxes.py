@@ -18,7 +18,7 @@ from support.waiting import until
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 ROLES = {"p": "prefill", "d": "decode"}
 PROMPTS = ["a longer prompt of several words " * 5, "number two says something else " * 4, "x"]
 TOKENS = 400

@@ -21,7 +21,7 @@ from edgemoe.cluster.control.requests.expert_fitting import REFIT_S
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 TOKENS = 240
 KINDS = {  # prompts of at least 64 tokens, which fronts recognise
     "digits": ["31415926535897932384" * 4, "27182818284590452353" * 4, "14142135623730950488" * 4],

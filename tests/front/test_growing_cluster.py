@@ -23,7 +23,7 @@ from edgemoe.store.packer import ensure_store
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary: install Debian's etcd-server"),
 ]
 PROMPTS = ["number one", "a longer prompt of several words " * 3, "x"]

@@ -19,7 +19,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.experts import padded
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800), pytest.mark.slow]
 NODES = ("a", "b")
 EXPERTS = 18  # in all
 SLOTS = EXPERTS // 2 + 4  # of RAM: two slots stay free for passing experts, two more allow moves

@@ -19,7 +19,7 @@ from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.experts import padded
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800), pytest.mark.slow]
 NODES = ("a", "b", "c")
 SLOTS = 18 // len(NODES) + 4  # of RAM: two slots stay free for passing experts, two more allow moves
 PROMPTS, TOKENS = {"a": "one and the same", "c": "something else, then"}, 40

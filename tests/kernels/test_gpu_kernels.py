@@ -110,7 +110,7 @@ def run_interpreted(name: str, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "words", [pytest.param(COMMON, id="by turns"), pytest.param((*KINDS, "all"), marks=pytest.mark.slow, id="all")]
 )
@@ -152,7 +152,7 @@ def test_kernels_of_few_tokens_compile_without_spills_for_each_generation(
         assert ".v4." in made.asm["ptx"] or sizes["line"] % 16, "weights are not read 16 bytes at once"
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "kinds", [pytest.param(COMMON, id="common"), pytest.param(tuple(KINDS), marks=pytest.mark.slow, id="all")]
 )

@@ -63,7 +63,7 @@ def run_steps(cases: tuple[str, ...]) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", [*GATE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_steps_of_few_rows_equal_eager_steps_and_do_not_wait(case: str) -> None:
     found = run_steps(group_of(case))[case]

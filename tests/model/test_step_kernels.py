@@ -29,7 +29,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(STORES.with_name("triton")))
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("family", "kv_int8"),
     [

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-WITHIN_S = 180.0  # generous: only a failure costs it, and machines are starved at times
+WITHIN_S = 600.0  # generous: only a failure costs it, and machines are starved at times
 POLL_S = 2e-3
 REST = 3.0  # times as long as a question takes, until it is asked again: waiting leaves the processor to others
 LONGEST_REST_S = 0.1

@@ -87,7 +87,7 @@ class TestWithPrometheus:
             )
             assert done.returncode == 0, done.stdout + done.stderr
 
-    @pytest.mark.timeout(1200)
+    @pytest.mark.timeout(1800)
     async def test_every_query_of_the_board_has_data_from_a_daemon(self, tmp_path: Path) -> None:
         keys = tmp_path / "keys"
         keys.write_text(KEY + "\n")

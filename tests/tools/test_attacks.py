@@ -16,7 +16,7 @@ from tools.attacking.measuring import measure
 from tools.attacking.with_key import KEYED
 from tools.attacking.without_key import KEYLESS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TOKENS = 40
 GROWTH_MB = 512.0  # of engine or front under one attack: 8 bodies of 8 MB, grammars, and steps of 512 tokens
 REFUSALS = {"400", "401", "408", "413", "429"}

@@ -12,7 +12,7 @@ from tools.testbed.bed import why_not
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built"),
 ]
 

@@ -29,7 +29,7 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.expert_signatures import EndedRequest, ExpertSignature
 from edgemoe.types.placement import PLAN_FORMAT
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 LAYERS, EXPERTS = 2, 6  # as in support.planes
 ALL: BoolArray = np.ones((LAYERS, EXPERTS), np.bool_)
 SETTINGS = ClusterSettings(node="a", replicas=1)
