@@ -146,8 +146,10 @@ def _file_values(file: Path) -> Iterator[tuple[str, SettingValue]]:
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
         text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the settings in {file}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings in {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the settings in {file}: it is no text in UTF-8") from error
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{file} is too large for a file of settings, which has {MAX_FILE_BYTES} bytes at most")
     try:

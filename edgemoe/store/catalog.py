@@ -52,6 +52,8 @@ def spec_at(path: Path) -> ModelSpec:
         return replace(spec, encodings=laid.encodings, dense_encoding=laid.dense_encoding)
     if path.is_dir() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} has no {CONFIG}: is this a model's folder?")
+    if path.is_file() and path.suffix != ".json":
+        raise CheckpointError(f"{path} is a file, and no GGUF; name the folder of its model")
     config = read_config(path) if path.is_dir() else read_json(path)
     check_method(config)
     spec = spec_from_config({**config, "dtype": precision(config)})
@@ -65,9 +67,11 @@ def first_missing_part(path: Path) -> Path | None:
 
 
 def check_path_exists(path: Path) -> None:
-    """Raises CheckpointError where a path is not there."""
+    """Raises CheckpointError where a path is not there, or is a pipe or a device."""
     if missing := first_missing_part(path):
         raise CheckpointError(f"{path} is not there: {missing} is missing; is the path right, and its disk mounted?")
+    if not (path.is_dir() or path.is_file()):
+        raise CheckpointError(f"{path} is neither a folder nor a file; name the folder of a model, or a GGUF file")
 
 
 def _kept(config: Mapping[str, Any]) -> str:

@@ -263,6 +263,19 @@ def weight_files(directory: Path) -> tuple[list[Path], Json]:
     raise CheckpointError(f"{directory} has no safetensors files")
 
 
+def fault_of_weights(directory: Path) -> str:
+    """Returns the reason why a folder's files cannot be packed; "" where they can, or where it has no weights."""
+    patterns = (INDEX, "*.safetensors", *PICKLES)
+    if not any(path for pattern in patterns for path in directory.glob(pattern)):
+        return ""
+    try:
+        Checkpoint.open(directory)
+        check_tokenizer(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _shard(directory: Path, name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise CheckpointError(f"{directory / INDEX} points at {name!r}, which is no safetensors file of the directory")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
@@ -44,6 +45,7 @@ from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.object_cache import compile_ahead
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.store.checkpoint import INDEX, LFS_POINTER, SINGLE
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
@@ -94,6 +96,29 @@ def test_folders_without_a_model_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(EdgemoeError, match=why):
             find_model(str(tmp_path), tmp_path)
+
+
+FAULTS = {
+    "a pointer": (lambda folder: (folder / SINGLE).write_bytes(LFS_POINTER), "is a Git LFS pointer"),
+    "a shard that was cut": (lambda folder: os.truncate(folder / SINGLE, 100_000), "is cut short: 100000 bytes"),
+    "a missing shard": (lambda folder: (folder / SINGLE).rename(folder / "a-00001-of-00002.safetensors"), "is missing"),
+    "pickles": (lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"), "only pickled weights"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "no weights yet": (lambda folder: (folder / SINGLE).unlink(), ""),
+    "nothing": (lambda folder: None, ""),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_plan_names_the_fault_of_files_that_cannot_be_packed(kind: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    if kind == "a missing shard":
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "a-00002-of-00002.safetensors"}}))
+    spoil, said = FAULTS[kind]
+    spoil(folder)
+    fault = find_model(str(folder), tmp_path).fault
+    assert said in fault
+    assert bool(said) == bool(fault)
 
 
 def test_more_sequences_than_can_be_measured_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from edgemoe.api.api_keys import new_key
 from edgemoe.cli import main
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import private_directory
-from edgemoe.store.checkpoint import LFS_POINTER
+from edgemoe.store.checkpoint import CONFIG, LFS_POINTER, SINGLE
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,6 +56,11 @@ def folder_of(config: dict[str, Any] | None, **files: bytes) -> Any:
     return make
 
 
+def pipe(folder: Path, name: str = "model") -> Path:
+    os.mkfifo(folder / name)
+    return folder / name
+
+
 REFUSED = {
     "a GGUF file": (file_of(gguf("mamba"), "x.gguf"), ("GGUF of mamba", "supported are", "qwen3moe")),
     "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("x.gguf is cut short", "fetch it again")),
@@ -79,6 +85,10 @@ REFUSED = {
         ("sparse attention",),
     ),
     "an empty folder": (folder_of(None), ("no config.json",)),
+    "a file of weights": (file_of(bytes(100), SINGLE), ("is a file, and no GGUF", "name the folder")),
+    "a pipe": (pipe, ("neither a folder nor a file",)),
+    "a device": (lambda path: Path("/dev/zero"), ("neither a folder nor a file",)),
+    "a folder whose configuration is a pipe": (lambda path: pipe(path, CONFIG).parent, (f"no {CONFIG}",)),
     "no folder": (lambda path: path / "there" / "model", ("there is missing", "mounted")),
 }
 

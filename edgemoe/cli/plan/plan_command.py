@@ -41,6 +41,7 @@ from edgemoe.config.sizes import format_rate, format_size, parse_rate
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.jit.thread_pool import ThreadPool
 from edgemoe.rights import become_owner
+from edgemoe.store.checkpoint import CONFIG
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
@@ -379,6 +380,7 @@ def _as_json(
         | {
             "model": subject.name,
             "family": subject.spec.family,
+            "fault": subject.fault,
             "question": asdict(planner.question),
             "machine": asdict(planner.machine),
             "rates": asdict(planner.rates),
@@ -428,6 +430,7 @@ def _picture(
         *([compared(question, forecasts[0], alone)] if alone is not None else []),
         *([f"--experts auto takes {chosen.reason(question.curve)}."] if chosen is not None else []),
         *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
+        *([f"Planned by {CONFIG} alone, for the files cannot be packed: {subject.fault}"] if subject.fault else []),
     ]
     return Group(table, "\n".join(lines))
 

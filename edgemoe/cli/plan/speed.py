@@ -16,7 +16,7 @@ import numpy as np
 from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.catalog import is_store, resolve, spec_at
-from edgemoe.store.checkpoint import CONFIG
+from edgemoe.store.checkpoint import CONFIG, fault_of_weights
 from edgemoe.store.layout import KEEP, WantedEncodings, stored_encoding, table_sizes
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import AFFINE, pair_of
@@ -59,11 +59,12 @@ class ModelVariant:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model: its name, its spec as it is, and its store where it has one."""
+    """A model: its name, its spec as it is, its store where it has one, and the fault of its files."""
 
     name: str
     spec: ModelSpec
     store: Path | None
+    fault: str = ""
 
     def variants(self, experts: str = "") -> Iterator[ModelVariant]:
         """Yields the model as it is, then in possible encodings; a store has only its own.
@@ -103,7 +104,8 @@ def find_model(name: str, store_dir: Path) -> PlannedModel:
     if path.exists() and not is_store(path):
         about = path.absolute()
         is_config = about.is_file() and about.name == CONFIG
-        return PlannedModel(about.parent.name if is_config else about.name, spec_at(path), None)
+        fault = fault_of_weights(about) if about.is_dir() else ""
+        return PlannedModel(about.parent.name if is_config else about.name, spec_at(path), None, fault)
     store = resolve(name, store_dir)
     return PlannedModel(store.name, spec_of(Manifest.read(store)), store)
 
