@@ -97,10 +97,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_unconfigure() -> None:
     """Dumps every thread and exits if a thread that a test left behind keeps this process alive.
 
-    Workers of xdist are exempt: after their tests they wait for each other.
+    Workers of xdist are exempt: after their tests they wait for each other. A starved machine takes minutes to end.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(600, exit=True)
 
 
 @pytest.fixture(autouse=True)
