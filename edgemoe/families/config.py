@@ -98,7 +98,9 @@ def _family(config: Config) -> Family:
         raise CheckpointError(f"config.json: architectures must be a list of names, not {str(named)[:80]}")
     for family in FAMILIES.values():
         if family.architecture in named or (not named and config.get("model_type") == family.name):
-            return family
+            if _has_experts(config):
+                return family
+            break
     found = ", ".join(map(str, named)) or config.get("model_type") or "none named in config.json"
     why = next((f": {REFUSED[name]}" for name in named if name in REFUSED), "")
     have = ", ".join(sorted(FAMILIES))
@@ -111,7 +113,8 @@ def _family(config: Config) -> Family:
 def _has_experts(config: Config) -> bool:
     """Returns whether a configuration, or a section of it, counts experts, or says too little to tell."""
     sections = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    return "hidden_size" not in config or any("expert" in str(key) for part in sections for key in part)
+    sized = any("hidden_size" in part for part in sections)
+    return not sized or any("expert" in str(key) for part in sections for key in part)
 
 
 def _decoder_part(config: Config, family: Family) -> Config:

@@ -21,7 +21,7 @@ from edgemoe.families.read import (
     stated_kinds,
     whole,
 )
-from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, LayerInputs, RopeSpec, Tensors
+from edgemoe.families.spec import AttentionHeads, KVRow, LayerAttention, LayerInputs, ModelSpec, RopeSpec, Tensors
 from edgemoe.types.bounds import is_number
 from edgemoe.types.experts import Activation
 
@@ -42,6 +42,8 @@ class LatentHeads(AttentionHeads):
     rank: int = 0
     plain: int = 0  # of a head's key, the part without rotary embedding
     value: int = 0  # of a head's value
+    growth: float = 0.0  # queries are multiplied by 1 + growth * ln(1 + position // growth_tokens)
+    growth_tokens: int = 0
 
     @property
     def key(self) -> int:
@@ -64,6 +66,13 @@ class LatentHeads(AttentionHeads):
         yield "self_attn.kv_a_layernorm.weight", (self.rank,)
         yield "self_attn.kv_b_proj.weight", (self.count * (self.plain + self.value), self.rank)
         yield "self_attn.o_proj.weight", (hidden, self.count * self.value)
+
+
+def planned_tokens(spec: ModelSpec) -> int:
+    """Returns the longest context of steps that compiled plans compute on the CPU; 0 where they compute all."""
+    heads = [each.heads for each in spec.attention]
+    limits = {each.chosen or (each.growth_tokens if isinstance(each, LatentHeads) else 0) for each in heads}
+    return min(limits - {0}, default=0)
 
 
 def width(key: str, default: int | None = None) -> ConfigReader:
@@ -98,6 +107,17 @@ def _scale(config: Config) -> float:
         factor = real(given, "factor")
         scale *= (1.0 if factor <= 1.0 else 0.1 * real(given, "mscale_all_dim") * math.log(factor) + 1.0) ** 2
     return scale
+
+
+def growth(config: Config) -> float:
+    """Returns Llama-4's factor of the logarithm by which queries grow with the position; 0: they do not."""
+    beta = rope_table(config).get("llama_4_scaling_beta")
+    return real(rope_table(config), "llama_4_scaling_beta") if beta else 0.0
+
+
+def growth_tokens(config: Config) -> int:
+    """Returns after how many tokens queries grow."""
+    return integer(rope_table(config), "original_max_position_embeddings") if growth(config) else 0
 
 
 LATENT = {  # how configurations write the record
@@ -230,7 +250,8 @@ KINDS = ("default", "linear", "proportional", "yarn")
 def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]:
     """Returns the rotary embedding and the length of context that it reaches, in tokens.
 
-    `family` has the defaults of the configuration: `theta`, and the `partial` share of a head that turns.
+    `family` has the defaults of the configuration: `theta`, and the `partial` share of a head that turns. With `apart`
+    all of `head_dim` turns.
     """
     context_tokens = integer(config, "max_position_embeddings")
     given = rope_table(config)
@@ -285,6 +306,8 @@ def rope_table(config: Config) -> Mapping[str, Any]:
 
 def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: int) -> int:
     """Returns how many dimensions of a head turn: an even number, all of them where nothing says otherwise."""
+    if family.get("apart"):
+        return head_dim
     stated = real(config, "partial_rotary_factor", default=family.get("partial", 1.0))
     if config.get("rotary_dim") is not None:
         stated = integer(config, "rotary_dim") / head_dim

@@ -29,6 +29,8 @@ from edgemoe.families.mechanisms import (
     clamped_swiglu,
     gemma,
     gemma_inputs,
+    growth,
+    growth_tokens,
     root_of_hidden,
 )
 from edgemoe.families.read import (
@@ -116,6 +118,20 @@ KIMI_K25 = replace(
         ),
         skipped=(r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\.",),
     ),
+)
+MISTRAL_4 = Family(
+    name="mistral4",
+    architecture="Mistral4ForCausalLM",
+    mechanism=LatentHeads,
+    heads={**LATENT, "growth": growth, "growth_tokens": growth_tokens},
+    rope={"interleaved": flag("rope_interleave", default=True), "apart": True},
+    router={
+        **DEEPSEEK_V3_ROUTER,
+        "score": "softmax",
+        "float32": False,
+        "selection_bias": False,
+    },
+    feed_forward=SHARED_EXPERTS,
 )
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -316,6 +332,20 @@ FAMILIES: dict[str, Family] = {
             },
             block=NORM_AND_TIES,
         ),
+        MISTRAL_4,
+        replace(
+            MISTRAL_4,
+            architecture="Mistral3ForConditionalGeneration",
+            section="text_config",
+            names=TensorNames(
+                renames=(
+                    *OF_TEXT,
+                    ("model.", "language_model.model."),
+                    ("lm_head.", "language_model.lm_head."),
+                ),
+                skipped=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
+            ),
+        ),
         *SPARSE_FAMILIES,
         *WINDOWED_FAMILIES,
         *HYBRID_FAMILIES,
@@ -339,7 +369,6 @@ REFUSED: dict[str, str] = {  # architecture -> why
     "MiMoV2FlashForCausalLM": "its values are narrower than its keys, in attention with sinks",
     "MiniMaxM3SparseForConditionalGeneration": INDEXER,
     "MiniMaxM3VLForCausalLM": INDEXER,
-    "Mistral4ForCausalLM": "the scale of its queries grows with the position",
     "PhimoeForCausalLM": "its gate is a sparse mixer, and its norms have biases",
     "Qwen4ExpForCausalLM": STREAMS,
     "Qwen4ExpForConditionalGeneration": STREAMS,

@@ -334,9 +334,10 @@ class StepContext:
         attention: StepAttention,
         states: Callable[[], StepStates],
         angles: Callable[[RopeSpec], Angles],
+        positions: torch.Tensor,
     ) -> None:
-        """Keeps `states` and `angles`; each is called once per step, on first use."""
-        self.kv, self.kernels, self.attention = kv, kernels, attention
+        """Keeps `states` and `angles`; each is called once per step, on first use. `positions` are [T]."""
+        self.kv, self.kernels, self.attention, self.positions = kv, kernels, attention, positions
         self._find_states, self._find_angles = states, angles
         self._angles: dict[RopeSpec, Angles] = {}
         self.layer_inputs: torch.Tensor | None = None  # [T, L, width], where the model has such
@@ -353,6 +354,7 @@ class StepContext:
             StepAttention(batch, kv, kernels),
             lambda: StepStates.of(batch, kv.data.device),
             lambda rope: ropes[rope](batch.positions),
+            batch.positions,
         )
 
     @cached_property

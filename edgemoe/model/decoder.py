@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from edgemoe.families.mechanisms import planned_tokens
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
@@ -32,6 +33,7 @@ class Decoder:
         self._weights, self.kernels = weights, kernels
         self._ropes, self.gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
+        self._longest = spec.chosen if kernels is None else planned_tokens(spec)  # context of a planned step
         if kernels is not None:
             self._fused = FusedDecoder(spec, weights, kernels, self._ropes)
         self._graphed: GraphedDecoder | None = None
@@ -73,7 +75,7 @@ class Decoder:
         The `hidden` passed to `experts` is valid during that call only. While kernels compute few tokens, torch has one
         thread: its threads spin after each operation and would take cores from the kernels.
         """
-        few = is_planned(batch, self.spec.chosen)
+        few = is_planned(batch, self._longest)
         if self.kernels is not None:
             torch.set_num_threads(1 if few else self.kernels.pool.threads)
         if self._fused is not None and few:

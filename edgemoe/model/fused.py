@@ -25,15 +25,15 @@ from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.step import Batch, ExpertExecutor
 
 
-def is_planned(batch: Batch, chosen: int) -> bool:
-    """Whether the plan can compute a step: few tokens, each of another sequence, which see their whole contexts.
+def is_planned(batch: Batch, longest: int) -> bool:
+    """Whether the plan can compute a step: few tokens, each of another sequence, in contexts that are not too long.
 
-    `chosen` is the number of tokens that attention sees where an indexer chooses them, else 0.
+    `longest` is the longest context, 0 where all can be computed.
     """
     tokens = sum(batch.query_lens)
     if tokens != len(batch.query_lens) or tokens > FEW_TOKENS:
         return False
-    return not chosen or max(batch.context_lens) <= chosen
+    return not longest or max(batch.context_lens) <= longest
 
 
 class FusedLayers:

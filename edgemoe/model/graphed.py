@@ -222,6 +222,7 @@ class DecodeRows:
             attention,
             lambda: StepStates(attention.single_rows, inputs.reads, inputs.writes),
             lambda rope: self._ropes[rope](inputs.positions),
+            inputs.positions,
         )
         residual = self._weights.embed.rows_at(inputs.tokens)
         if block.embedding != 1.0:

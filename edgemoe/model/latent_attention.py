@@ -67,6 +67,8 @@ class LatentAttention:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         angles, attention = step.angles(self.rope), step.attention
         q = self._queries(self._query_latents(x), angles)
+        if (factors := self.growth(step.positions)) is not None:
+            q = q * factors.to(q.dtype)[:, None, None]
         attention.store(self.number, self._latents(x, angles), None)
         if not attention.prefills:
             return self.out(self._single(q, step).flatten(1))
@@ -90,6 +92,13 @@ class LatentAttention:
         q = self.query(x).view(len(x), heads.count, heads.key)
         plain, turned = q.tensor_split([heads.plain], dim=-1)
         return torch.cat((plain, rotate(turned.float(), *angles).to(q.dtype)), dim=-1)
+
+    def growth(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Returns the factors [T] of queries at positions [T], float32; None where they do not grow."""
+        if not self.heads.growth:
+            return None
+        periods = torch.div(positions, self.heads.growth_tokens, rounding_mode="floor")
+        return 1.0 + self.heads.growth * torch.log1p(periods.float())
 
     def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Returns the tokens' cache lines, latent and rotated key, [T, 1, rank + dim]."""

@@ -125,6 +125,8 @@ def _attend_latents(layer: SerialLayer, attention: LatentAttention, residual: to
     else:
         given = product(residual, attention.query_latent.rows, norm, None, dtype).float()
         given = product(given, attention.query.rows, attention.query_norm, None, dtype)
+    if (factors := attention.growth(step.positions)) is not None:
+        given *= factors.to(given.dtype)[:, None]
     q = residual.new_empty((count, heads.count, heads.rank + heads.dim), dtype=dtype)
     lines = step.kv.layers[attention.number].keys
     blocks = rows.blocks(attention.number)

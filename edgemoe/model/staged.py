@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from edgemoe.errors import StoreError
+from edgemoe.families.mechanisms import planned_tokens
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
@@ -27,6 +28,7 @@ class StageLayers:
     ) -> None:
         self.spec, self.device, self._kernels = spec, device, kernels
         self._layers, self._gates, self._ropes = layers, gates_of(layers), ropes_of(spec, device)
+        self._longest = planned_tokens(spec)
         self._fused = None if kernels is None else FusedLayers(spec, layers, kernels, self._ropes)
 
     @torch.inference_mode()
@@ -35,7 +37,7 @@ class StageLayers:
 
         The given residual may be changed. The result is valid until the next call.
         """
-        few = is_planned(batch, self.spec.chosen)
+        few = is_planned(batch, self._longest)
         if self._kernels is not None:
             torch.set_num_threads(1 if few else self._kernels.pool.threads)
         if self._fused is not None and few:

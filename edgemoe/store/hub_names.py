@@ -17,6 +17,7 @@ HUB_NAMES = {
     "gpt-oss:20b": "openai/gpt-oss-20b",
     "granite3.1-moe:3b": "ibm-granite/granite-3.1-3b-a800m-instruct",
     "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "mistral-small-4": "mistralai/Mistral-Small-4-119B-2603",
     "mixtral:8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
     "mixtral:8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "nemotron3:30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",

@@ -273,7 +273,7 @@ VALUES: dict[str, Callable[[Bytes], Floats]] = {
 
 
 UNUSED = (  # scales of activations and of caches, shapes
-    *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
+    *("weight_shape", "input_scale", "input_global_scale", "output_scale", "activation_scale"),
     *("k_scale", "v_scale", "q_scale"),
 )
 KINDS = {"I8": "int8", "F8_E4M3": "fp8"}
@@ -358,7 +358,7 @@ def _scaled(
         raise UnsupportedModel(f"{codes.file}: tensor {codes.name} is a vector in {kind}")
     rows, columns = shape[-2:]
     lead, found = shape[:-2], scales.shape[len(shape) - 2 :] if len(scales.shape) == len(shape) else scales.shape
-    if found in ((), (1,), (1, 1)) and not lead:
+    if found in ((), (1,), (1, 1)) and (not lead or scales.shape[:-2] == lead):
         return SourceTensor(name, shape, kind, codes, scales, (rows, columns))
     if scales.shape[:-2] != lead or len(found) not in (1, 2):
         found = (0, 0)

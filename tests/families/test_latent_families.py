@@ -11,7 +11,7 @@ import transformers
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.mechanisms import LatentHeads
+from edgemoe.families.mechanisms import LatentHeads, planned_tokens
 from edgemoe.families.spec import KVRow, RouterSpec, dense_shapes
 
 V2_LITE = {  # DeepSeek-V2-Lite
@@ -81,6 +81,81 @@ V3 = V2_LITE | {  # DeepSeek-V3
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+
+
+SMALL_4 = {  # the decoder of Mistral-Small-4, as its converter writes it
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 0,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
+    "model_type": "mistral4",
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 128.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 131072,
+}
+WITH_IMAGES = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "model_type": "mistral3",
+    "text_config": SMALL_4,
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+}
+
+
+@pytest.mark.parametrize("config", [WITH_IMAGES, {**SMALL_4, "architectures": ["Mistral4ForCausalLM"]}])
+def test_mistral_small_4_as_published(config: dict[str, Any]) -> None:
+    spec = spec_from_config(config)
+    heads, rope = spec.attention[0].heads, spec.attention[0].rope
+    assert isinstance(heads, LatentHeads)
+    assert (heads.growth, heads.growth_tokens, planned_tokens(spec), spec.chosen) == (0.1, 8192, 8192, 0)
+    assert rope is not None
+    assert (rope.dims, rope.attention_factor, spec.context_tokens) == (64, 1.0, 1 << 20)
+    assert spec.router == RouterSpec(128, 4, renormalise=True, least_mass=1e-20, group_score="top2")
+    each = math.prod(spec.geometry.gate_up_shape) + math.prod(spec.geometry.down_shape)
+    dense = sum(math.prod(shape) for shape in dense_shapes(spec).values())
+    assert (dense + spec.geometry.count * each) / 1e9 == pytest.approx(119, abs=0.5)
+
+
+def test_a_dense_mistral_with_images_is_refused_as_dense() -> None:
+    dense = {name: each for name, each in SMALL_4.items() if "expert" not in name} | {"model_type": "mistral"}
+    with pytest.raises(UnsupportedModel, match="Mistral3ForConditionalGeneration is a dense model"):
+        spec_from_config(WITH_IMAGES | {"text_config": dense})
+
+
+def test_queries_without_a_factor_of_the_position_do_not_grow() -> None:
+    plain = {name: each for name, each in SMALL_4["rope_parameters"].items() if name != "llama_4_scaling_beta"}  # type: ignore[attr-defined]
+    spec = spec_from_config(SMALL_4 | {"rope_parameters": plain})
+    assert planned_tokens(spec) == 0
 
 
 def test_deepseek_v2_lite_as_published() -> None:

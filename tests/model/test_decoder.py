@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.gate import in_gate
-from support.tiny_models import DISTINCT, FAMILIES, GRAPHED, ResidentExperts, Session, Tiny
+from support.tiny_models import DISTINCT, FAMILIES, IN_ONE_PLAN, ResidentExperts, Session, Tiny
 from support.turns import by_turns
 
 from edgemoe.model import attention
@@ -124,7 +124,7 @@ class RowByRow:
 def test_a_single_token_gets_the_same_bits_alone_and_in_company(
     make_tiny: MakeTiny, family: str, dtype: torch.dtype
 ) -> None:
-    tiny = make_tiny(family, dtype=dtype, **({"index_topk": 128} if family not in GRAPHED else {}))  # all in one plan
+    tiny = make_tiny(family, dtype=dtype, **IN_ONE_PLAN.get(family, {}))
     tiny = replace(tiny, experts=RowByRow(tiny.experts))
     prompts = [_tokens(n, seed=n) for n in (33, 2, 70)]
     together, alone = Session(tiny, sequences=3), [Session(tiny) for _ in prompts]

@@ -62,6 +62,18 @@ INDEXER: dict[str, Any] = {
     "index_n_heads": 16,  # with few heads many scores are 0, and transformers breaks ties at random
     "index_head_dim": 12,
 }
+GROWING: dict[str, Any] = {  # queries grow with the position, each 24 tokens
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 64.0,
+    "original_max_position_embeddings": 24,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    "partial_rotary_factor": 8 / 28,
+}
 GATED_DELTA: dict[str, Any] = {
     "initializer_range": 0.08,  # from .2 on transformers' own chunks and single steps differ by more than 1e-4
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -396,8 +408,18 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Lazy, dict[str, Any]]] = {
             "prefix_dense_intermediate_size": 72,
         },
     ),
+    "mistral4": (
+        Lazy("Mistral4Config"),
+        Lazy("Mistral4ForCausalLM"),
+        {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": GROWING},
+    ),
 }
 GRAPHED = tuple(family for family in FAMILIES if family not in ("deepseek_v32", "glm_moe_dsa"))  # on GPUs
+IN_ONE_PLAN: dict[str, dict[str, Any]] = {  # sizes with which all steps of short tests run as plans
+    "deepseek_v32": {"index_topk": 128},
+    "glm_moe_dsa": {"index_topk": 128},
+    "mistral4": {"rope_parameters": {**GROWING, "original_max_position_embeddings": 128}},
+}
 DISTINCT = (  # one family of each kind of layer: the gate's tests that are dear run these
     *("qwen3_moe", "olmoe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
     *("afmoe", "lfm2_moe", "granitemoehybrid", "cohere2_moe", "nemotron_h", "glm_moe_dsa"),
