@@ -74,6 +74,8 @@ def _llama_routes() -> list[Route]:
     return [
         _post("/completion", Generating(llama_infill.prepare_completion, LlamaCompletion, llama_infill.late_error)),
         _post("/infill", Generating(llama_infill.prepare, Infill, llama_infill.late_error)),
+        _post("/models/load", Generating(lm_studio.prepare_load, lm_studio.LmStudioModel, late_error)),
+        Route("/models/unload", lm_studio_queries.unload, methods=["POST"]),
         Route("/apply-template", queries.apply_template, methods=["POST"]),
         Route("/v1/chat/completions/input_tokens", queries.count_chat_tokens, methods=["POST"]),
         Route("/tokenize", queries.tokenize, methods=["POST"]),
@@ -85,6 +87,7 @@ def _peer_routes() -> list[Route]:
     return [
         Route("/props", peer_queries.props),
         Route("/slots", peer_queries.slots),
+        *(Route(path, peer_queries.refuse, methods=["POST"]) for path, _ in peer_queries.REFUSALS),
         Route("/lora-adapters", peer_queries.adapters),
         Route("/ping", peer_queries.ping, methods=["GET", "POST"]),
         Route("/load", peer_queries.load),
@@ -174,6 +177,6 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 def _edgemoe_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        return http.error_response(error, request.url.path)
+        return http.error_response(error, request.scope)
     log.error("a request failed", exc_info=error, extra={"path": request.url.path})
-    return http.error_response(RequestError(str(error)), request.url.path)
+    return http.error_response(RequestError(str(error)), request.scope)

@@ -72,7 +72,7 @@ class Generating:
                             late_error = self._late_error if wish.is_stream and not in_frames else None
                             await pass_on(boxes(forwarded_body(request, whole)), send, late_error)
                         return
-                    kept = await held.enter_async_context(self._kept(shared, wish, scope["path"], send, in_frames))
+                    kept = await held.enter_async_context(self._kept(shared, wish, scope, send, in_frames))
                     async with http.while_connected(receive):
                         if wish.unloads and (unloaded := await self._unload(shared, wish)) is not None:
                             await unloaded(scope, receive, kept.send)
@@ -102,7 +102,7 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def _kept(
-        self, shared: Api, wish: ModelWish, path: str, send: Send, in_frames: bool
+        self, shared: Api, wish: ModelWish, scope: Scope, send: Send, in_frames: bool
     ) -> AsyncIterator[ClientAnswer]:
         """Yields the answer, whose client hears of it while it has to wait. Tells errors once it has begun.
 
@@ -116,7 +116,7 @@ class Generating:
         except RequestError as error:
             if not kept.is_begun:
                 raise
-            whole = msgspec.json.encode(http.error_object(error, path))
+            whole = msgspec.json.encode(http.error_object(error, scope))
             words = self._late_error(error) if wish.is_stream else whole
             await kept.part(words, more=not wish.is_stream, head=FrameHead(end=end_of(error)))
 

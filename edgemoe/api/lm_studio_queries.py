@@ -34,7 +34,10 @@ async def list_models(request: Request) -> Response:
 
 
 async def unload(request: Request) -> Response:
-    """Answers POST /api/v1/models/unload. Raises InvalidRequest for a model that stays loaded, ModelNotFound."""
+    """Answers POST /api/v1/models/unload, and llama.cpp's /models/unload.
+
+    Raises InvalidRequest for a model that stays loaded, ModelNotFound.
+    """
     api: Api = request.app.state.api
     principal: Principal = request.state.principal
     with api.bodies.open(principal) as body:
@@ -50,7 +53,7 @@ async def unload(request: Request) -> Response:
             raise ModelNotFound(f"the model {name!r} is not served here", param="instance_id")
         raise InvalidRequest(f"{model.name} stays loaded: it is pinned, or the only model", param="instance_id")
     await api.models.release(name)
-    return JSONResponse({"instance_id": model.name})
+    return JSONResponse({"instance_id": model.name, "success": True})
 
 
 async def refuse(request: Request) -> Response:

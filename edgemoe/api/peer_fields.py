@@ -48,7 +48,8 @@ SENTINELS: dict[str, tuple[int, ...]] = {
     "seed": (-1, 2**32 - 1, 2**64 - 1),
     "truncate_prompt_tokens": (-1,),
 }
-EFFORTS_OFF, EFFORTS_ON = ("none", "off", "disabled"), ("on", "enabled", "auto", "adaptive")
+EFFORTS_OFF, EFFORTS_ON = ("none", "off", "disabled", "between_tools"), ("on", "enabled", "adaptive")
+EFFORTS_OF_TEMPLATE = ("auto", "default")  # as the model's template has it
 BUDGETS = (
     "reasoning_budget",
     "thinking_budget",
@@ -57,6 +58,7 @@ BUDGETS = (
     "max_thinking_tokens",
 )
 SWITCHES_OFF = ("disable_reasoning", "disable_thinking")
+TEMPLATE_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates
 WITH_THINKING = (
     "enable_thinking",
     "thinking",
@@ -274,19 +276,21 @@ def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:
 def _read_thinking(fields: Fields) -> None:
     """Writes the first setting of thinking, and of its effort, to the template's variables where these have none."""
     given = [(name, decoded(fields[name])) for name in WITH_THINKING if not _is_absent(fields, name) and name in fields]
-    settings = [_thinking(name, value) for name, value in given]
-    thinks = next((thinks for thinks, _ in settings if thinks is not None), None)
-    effort = next((effort for _, effort in settings if effort), "")
-    if (thinks is None and not effort) or not _is_object(fields.get("chat_template_kwargs", NULL)):
+    settings = {name: thinking_of(name, value) for name, value in given}
+    if "reasoning_effort" in settings:
+        fields["reasoning_effort"] = encoded(settings["reasoning_effort"][1] or None)
+    thinks = next((thinks for thinks, _ in settings.values() if thinks is not None), None)
+    effort = next((effort for _, effort in settings.values() if effort), "")
+    if not _is_object(raw := fields.get("chat_template_kwargs", NULL)):
         return
-    if decoded(fields.get("reasoning_effort", NULL)) in (*EFFORTS_OFF, *EFFORTS_ON):
-        fields["reasoning_effort"] = NULL  # no effort, but said by `thinks`
-    variables: dict[str, Any] = dict(msgspec.json.decode(fields.get("chat_template_kwargs", NULL)) or {})
-    if thinks is not None and not {"enable_thinking", "thinking"} & variables.keys():
+    variables: dict[str, Any] = dict(msgspec.json.decode(raw) or {})
+    variables |= {name: _switch(variables[name]) for name in TEMPLATE_SWITCHES if name in variables}
+    if thinks is not None and not variables.keys() & set(TEMPLATE_SWITCHES):
         variables["enable_thinking"] = thinks
     if effort:
         variables.setdefault("reasoning_effort", effort)
-    fields["chat_template_kwargs"] = encoded(variables)
+    if variables:
+        fields["chat_template_kwargs"] = encoded(variables)
 
 
 def _read_hidden(fields: Fields) -> None:
@@ -301,8 +305,15 @@ def _is_object(raw: bytes) -> bool:
     return raw[:1] in (b"{", b"n")
 
 
-def _thinking(name: str, value: Any) -> tuple[bool | None, str]:
+def thinking_of(name: str, value: Any) -> tuple[bool | None, str]:
     """Returns whether a field asks for reasoning, and its effort, "" for none. Raises InvalidRequest."""
+    value = _switch(value)
+    if value == "":
+        return None, ""
+    if name in BUDGETS and isinstance(value, str) and SCALAR.fullmatch(value.encode()):
+        value = float(value)
+    if name not in BUDGETS and type(value) in (int, float) and value in (0, 1):
+        value = bool(value)
     if isinstance(value, bool):
         return (value != (name in SWITCHES_OFF)), ""
     if name == "google" and isinstance(value, dict):  # Gemini's, as its documentation writes it into `extra_body`
@@ -311,11 +322,19 @@ def _thinking(name: str, value: Any) -> tuple[bool | None, str]:
         return (budget != 0 if type(budget) in (int, float) else None), ""
     if name in BUDGETS and type(value) in (int, float):
         return value != 0, ""
-    if isinstance(value, str) and name not in BUDGETS and name != "enable_thinking":
+    if isinstance(value, str) and name not in (*BUDGETS, "enable_thinking", *SWITCHES_OFF):
         return _effort(value, name)
-    if isinstance(value, dict) and name in ("thinking", "reasoning"):
+    if isinstance(value, dict) and name not in (*BUDGETS, *SWITCHES_OFF):
         return _thinking_object(value)
     raise InvalidRequest(f"{name}: cannot be read as a setting of thinking", param=name, code="invalid_type")
+
+
+def _switch(value: Any) -> Any:
+    """Returns true and false for their texts, other texts in lower case, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    return {"true": True, "false": False}.get(word, word)
 
 
 def _thinking_object(value: Mapping[str, Any]) -> tuple[bool | None, str]:
@@ -336,9 +355,13 @@ def _effort(word: str, name: str) -> tuple[bool | None, str]:
     if word in EFFORTS_OFF:
         return False, ""
     if word in EFFORTS_ON:
-        return (None if word == "auto" else True), ""
+        return True, ""
+    if word in EFFORTS_OF_TEMPLATE:
+        return None, ""
     if name == "thinking.type":
-        raise InvalidRequest(f"thinking.type: {word!r} is neither enabled nor disabled", param="thinking.type")
+        raise InvalidRequest(
+            f"thinking.type: {word!r} is neither enabled, adaptive nor disabled", param="thinking.type"
+        )
     return True, word
 
 

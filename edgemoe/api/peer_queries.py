@@ -10,9 +10,21 @@ from starlette.responses import JSONResponse, Response
 
 import edgemoe
 from edgemoe.api.resources import Api, ListedModel
-from edgemoe.errors import EngineUnavailable
+from edgemoe.errors import EngineUnavailable, InvalidRequest
 from edgemoe.types.json_object import Json
 from edgemoe.types.snapshot import RequestProgress
+
+REFUSALS: tuple[tuple[str, str], ...] = (  # paths of llama.cpp's POSTs, and why
+    ("/props", "props cannot be changed: they are settings of the daemon"),
+    ("/slots/{slot}", "slots are not saved, restored or erased: prompts are cached by themselves"),
+    ("/lora-adapters", "lora-adapters cannot be changed: there are none"),
+)
+_WHY = dict(REFUSALS)
+
+
+async def refuse(request: Request) -> Response:
+    """Raises InvalidRequest with the reason for the path."""
+    raise InvalidRequest(_WHY[request.scope["route"].path], code="unsupported_endpoint")
 
 
 async def props(request: Request) -> Response:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import edgemoe
+from edgemoe.api import anthropic_models
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.endpoints.chat_completions import offered_tools, render, tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
@@ -46,13 +47,17 @@ PARAMETERS = {  # that OpenRouter lists, by the capability that they need
     "thinking": ("reasoning", "include_reasoning"),
 }
 STATES = {"unloaded": "not-loaded", "loading": "loading", "failed": "failed"}  # as LM Studio has the first
+LLAMA_STATES = {"unloaded": "unloaded", "loading": "loading", "failed": "failed"}  # of its router's models
 _STARTED = int(time.time())
 
 
 async def list_models(request: Request) -> Response:
     """Answers GET /v1/models with the served models and the first one's aliases."""
     api = _api(request)
-    return JSONResponse(model_cards(await api.listed(), api.settings.aliases))
+    cards = model_cards(await api.listed(), api.settings.aliases)
+    if http.is_anthropic(request.scope):
+        return JSONResponse(anthropic_models.models_page(cards["data"], request.query_params))
+    return JSONResponse(cards)
 
 
 def model_cards(listed: Sequence[ListedModel], aliases: Sequence[str]) -> Json:
@@ -74,7 +79,8 @@ async def describe_model(request: Request) -> Response:
     api, name = _api(request), request.path_params["name"]
     if api.models is None:
         (await api.context(request.state.principal)).check_model(name)
-    return JSONResponse(_model_card(await api.find_listed(name)))
+    card = _model_card(await api.find_listed(name))
+    return JSONResponse(anthropic_models.model_info(card) if http.is_anthropic(request.scope) else card)
 
 
 def _model_card(model: ListedModel) -> Json:
@@ -91,6 +97,7 @@ def _model_card(model: ListedModel) -> Json:
         "meta": {"n_ctx": model.context_tokens, "n_ctx_train": model.context_tokens},  # llama.cpp's
         "type": "llm",
         "state": STATES.get(model.state, "loaded"),
+        "status": {"value": LLAMA_STATES.get(model.state, "loaded")},
         "capabilities": can + ["tool_use"] * ("tools" in can),
         "supported_parameters": [
             name for need, names in PARAMETERS.items() if not need or need in can for name in names

@@ -174,10 +174,9 @@ class FrontProxy:
             self._is_open = True
             for front in self._fronts:
                 front.open()
-        path = str(scope["path"])
         if self._live >= self._most:
             full = QueueFull(f"{self._most} requests are under way (--requests)", retry_after_s=1.0)
-            await error_response(full, path)(scope, receive, send)
+            await error_response(full, scope)(scope, receive, send)
             return
         self._live += 1
         try:
@@ -398,4 +397,4 @@ async def _fail(
     elif asked.is_begun:
         raise ServiceError(str(error))  # closes the connection: only that can show the failure
     else:
-        await error_response(error, path)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)

@@ -11,6 +11,7 @@ import msgspec
 from edgemoe.types.bounds import Bytes, Count, LayerBytes, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
 
 LATEST = ":latest"
+OLLAMA_PLACES = ("registry.ollama.ai/", "library/")  # of its own models, which names may leave out
 
 
 def commonest_first(encodings: Sequence[str]) -> tuple[str, ...]:
@@ -45,8 +46,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain_name(name: str) -> str:
-    """Returns a model's name as names are compared: in lower case, and without Ollama's tag for the newest."""
-    return name.lower().removesuffix(LATEST)
+    """Returns a model's name as names are compared: in lower case, without Ollama's place and its tag `latest`."""
+    plain = name.lower().removesuffix(LATEST)
+    for place in OLLAMA_PLACES:
+        plain = plain.removeprefix(place)
+    return plain
 
 
 def loading_text(at: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from openai.types.responses.tool_param import ToolParam
 from edgemoe.api.endpoints import anthropic as messages
 from edgemoe.api.endpoints import responses
 from edgemoe.api.endpoints.chat_completions import offered_tools, render
-from edgemoe.api.schema import Chat, convert
+from edgemoe.api.schema import Chat, convert, read
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 
@@ -64,7 +65,7 @@ OF_PARTS: dict[str, Any] = {
     "document": {"source": {"type": "base64", "data": MARK}},
     "document of text": {"source": {"type": "text", "data": MARK}},
 }
-THINKS = ("enabled", "adaptive", "between_tools")
+THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
 
 
 def listed() -> Iterator[Any]:
@@ -203,8 +204,8 @@ def test_an_unread_field_may_have_any_value(text_model: TextModel, api: str, kin
 
 
 @pytest.mark.parametrize("kind", THINKS)
-def test_every_kind_of_thinking_lets_the_model_reason(kind: str) -> None:
+def test_every_kind_of_thinking_is_read(kind: str) -> None:
     body = {"messages": [USER], "max_tokens": 9, "thinking": {"type": kind, "display": "omitted"}}
-    chat, _ = messages.as_chat(convert(body, messages.MessagesBody))
-    assert chat.chat_template_kwargs == {"enable_thinking": True}
+    chat, _ = messages.as_chat(read(json.dumps(body).encode(), messages.MessagesBody))
+    assert chat.chat_template_kwargs == {"enable_thinking": THINKS[kind]}
     assert ("Messages", "field", kind) in EFFECTS

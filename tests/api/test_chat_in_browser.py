@@ -166,6 +166,18 @@ async def test_a_stop_before_the_first_token_gives_the_words_back(chat: Tab) -> 
     assert await texts(chat, ".turn") == []
 
 
+async def test_a_stop_before_the_first_token_loses_no_words_that_are_typed_meanwhile(chat: Tab) -> None:
+    await say(chat, "HANG@0")
+    await chat.until("document.querySelector('.turn.model.busy')")
+    await say(chat, "SAY{next}END")  # the button says Stop
+    await chat.until("!document.querySelector('.busy')")
+    assert await chat.run("document.getElementById('words').value") == "SAY{next}END"
+    assert await texts(chat, ".turn.user .words") == ["HANG@0"]
+    await chat.run("document.getElementById('ask').requestSubmit()")
+    await answered(chat, 1)
+    assert await texts(chat, ".turn.user .words") == ["SAY{next}END"]
+
+
 async def test_answers_are_given_again_and_questions_changed(chat: Tab) -> None:
     for number in ("one", "two"):
         await say(chat, f"SAY{{{number}}}END")

@@ -10,10 +10,13 @@ from typing import Any, get_type_hints
 import httpx
 import msgspec
 import pytest
+from anthropic.pagination import SyncPage
+from anthropic.types import ModelInfo
 from msgspec import inspect
 from support.api_tables import fields, rows, spans
 from support.grammars import response_grammar
 
+from edgemoe.api.anthropic_models import models_page
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.lm_studio import LmStudioChat
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
@@ -240,6 +243,91 @@ async def test_a_list_of_models_is_whole_for_anthropics_clients(http: httpx.Asyn
     assert (found["first_id"], found["last_id"], found["has_more"]) == ("tiny", "tiny", False)
     assert found["data"][0]["display_name"] == "tiny"
     assert found["data"][0]["created_at"].endswith("Z")
+
+
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+async def test_anthropics_clients_get_its_own_objects(http: httpx.AsyncClient) -> None:
+    page = SyncPage[ModelInfo].model_validate((await http.get("/v1/models", headers=VERSION)).json())
+    one = ModelInfo.model_validate((await http.get("/v1/models/TINY", headers=VERSION)).json())
+    assert [model.id for model in page.data] == [one.id] == ["tiny"]
+    assert one.to_dict() == (await http.get("/v1/models", headers=VERSION)).json()["data"][0] | {
+        "created_at": one.to_dict()["created_at"]
+    }
+    assert (await http.get("/v1/models")).json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("asked", "ids", "has_more"),
+    [
+        ("", "abcd", False),
+        ("limit=2", "ab", True),
+        ("limit=2&after_id=b", "cd", False),
+        ("after_id=a&limit=1", "b", True),
+        ("before_id=d&limit=2", "bc", True),
+        ("before_id=c", "ab", False),
+        ("after_id=d", "", False),
+    ],
+)
+async def test_models_come_in_anthropics_pages(asked: str, ids: str, has_more: bool) -> None:
+    card = {"display_name": "", "created_at": "", "max_input_tokens": 1, "max_output_tokens": 1, "capabilities": []}
+    page = models_page([card | {"id": id} for id in "abcd"], httpx.QueryParams(asked))
+    edges = (ids[0], ids[-1]) if ids else (None, None)
+    assert [model["id"] for model in page["data"]] == list(ids)
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (has_more, *edges)
+
+
+@pytest.mark.parametrize("asked", ["limit=0", "limit=1001", "limit=x", "limit=%C2%B2", "after_id=no", "before_id="])
+async def test_a_page_that_is_not_there_is_refused_in_anthropics_form(http: httpx.AsyncClient, asked: str) -> None:
+    answer = await http.get(f"/v1/models?{asked}", headers=VERSION)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/models/nothing", 404, "not_found_error"),
+        ("GET", "/v1/nothing", 404, "not_found_error"),
+        ("GET", "/v1/messages/batches", 404, "not_found_error"),
+        ("DELETE", "/v1/models", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/count_tokens", 400, "invalid_request_error"),
+        ("POST", "/v1/embeddings", 404, "not_found_error"),
+    ],
+)
+async def test_anthropics_clients_get_its_errors(
+    http: httpx.AsyncClient, method: str, path: str, status: int, kind: str
+) -> None:
+    answer = await http.request(method, path, headers=VERSION)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+    assert "type" not in (await http.get("/v1/nothing")).json()
+    openais = await http.post("/v1/chat/completions", json={}, headers=VERSION)
+    assert openais.json()["error"]["code"] == "missing_required_parameter"
+
+
+async def test_a_path_tells_its_methods(http: httpx.AsyncClient) -> None:
+    for path, methods in (("/v1/models", {"GET", "HEAD"}), ("/v1/messages", {"POST"}), ("/api/chat", {"POST"})):
+        answer = await http.request("OPTIONS", path)
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert set(answer.headers["allow"].split(", ")) == methods
+    assert (await http.request("OPTIONS", "/v1/nothing")).status_code == 404
+
+
+async def test_llama_cpps_router_loads_and_names_states(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/models/load", json={"model": "tiny"})).json()["success"] is True
+    assert (await http.get("/models")).json()["data"][0]["status"] == {"value": "loaded"}
+    kept = await http.post("/models/unload", json={"model": "tiny"})
+    assert (kept.status_code, "pinned" in kept.json()["error"]["message"]) == (400, True)
+    for path in ("/props", "/slots/0?action=save", "/lora-adapters"):
+        refused = await http.post(path, json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_endpoint")
+
+
+@pytest.mark.parametrize("name", ["library/tiny", "registry.ollama.ai/library/tiny:latest", "Library/Tiny"])
+async def test_ollamas_longer_names_are_the_models(http: httpx.AsyncClient, name: str) -> None:
+    assert (await http.post("/api/show", json={"model": name})).status_code == 200
+    assert (await http.get(f"/v1/models/{name}")).json()["id"] == "tiny"
 
 
 # --- tools and their results ---------------------------------------------------------------------------------------

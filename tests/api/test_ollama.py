@@ -183,7 +183,11 @@ class Fields:
     async def think(self, asked: Asked) -> None:
         ends = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         for ask in (asked.chat, asked.generate):
-            for off, think in ((True, False), (False, True), (False, None), *((False, e) for e in ("low", "max"))):
+            ons = (True, "true", "True", 1, "on", "low", "HIGH", "max", "xhigh", "minimal", "", None)
+            for off, think in (
+                *((True, one) for one in (False, "false", 0, "off", "none")),
+                *((False, one) for one in ons),
+            ):
                 await ask(think=think)
                 assert asked.prompt().endswith(ends) is off
         said = [{"role": "user", "content": "SAY{<think>hm, yes</think>hello}END"}]
@@ -193,7 +197,8 @@ class Fields:
         assert "".join(line["message"].get("thinking", "") for line in lines) == "hm, yes"
         found = await asked.generate(prompt=said[0]["content"], think=True)
         assert (found["thinking"], found["response"]) == ("hm, yes", "hello")
-        await asked.refused("think", think="a lot")
+        for wrong in ("a lot", 2, [], {"type": []}):
+            await asked.refused("think", think=wrong)
 
     async def tools(self, asked: Asked) -> None:
         said = [{"role": "user", "content": f"SAY{{{CALL}}}END"}]

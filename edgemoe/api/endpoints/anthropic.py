@@ -59,6 +59,9 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+OFF = ("disabled", "between_tools")  # types of `thinking` that turn it off
+
+
 class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     display: schema.Label | None = None
@@ -126,7 +129,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     if isinstance(choice, str):
         kind: Any = choice or "auto"
         choice = ToolChoice(type=kind) if kind in TOOL_CHOICES else ToolChoice(type="function", name=choice)
-    thinking = body.thinking is not None and body.thinking.type != "disabled"
+    thinking = body.thinking is not None and body.thinking.type not in OFF
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,

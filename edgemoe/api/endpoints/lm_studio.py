@@ -97,12 +97,12 @@ def _messages(body: LmStudioChat) -> Iterator[Json]:
 
 
 def prepare_load(context: RequestContext, raw: bytes) -> Response:
-    """Answers POST /api/v1/models/load, once the model is loaded. Raises InvalidRequest."""
+    """Answers POST /api/v1/models/load, and llama.cpp's /models/load, once it is loaded. Raises InvalidRequest."""
     body = read(raw, LmStudioModel)
     context.check_model(body.model)
     loaded: Json = {"type": "llm", "instance_id": context.model, "model_instance_id": context.model}
     config = {"context_length": context.limits.context_tokens}
-    return JSONResponse(loaded | {"status": "loaded", "load_config": config, "config": config})
+    return JSONResponse(loaded | {"success": True, "status": "loaded", "load_config": config, "config": config})
 
 
 def late_error(error: RequestError) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -21,10 +21,12 @@ from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLin
 from edgemoe.api.field_names import FieldNames
 from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext
 from edgemoe.api.llama_bodies import LlamaCompletion, LooseChat
+from edgemoe.api.peer_fields import thinking_of
 from edgemoe.api.schema import read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
+from edgemoe.types.model_info import plain_name
 
 OPTIONS = (  # that are fields of a Chat, by this server's or another's names; others have no effect
     "num_predict",
@@ -48,6 +50,7 @@ FIELDS = {name: f"options.{name}" for name in OPTIONS} | {
     "reasoning_effort": "think",
 }
 LATEST = ":latest"
+EFFORTS = ("", "minimal", "low", "medium", "high", "xhigh", "max")  # "": none is asked for
 NO_TIME = re.compile(r"0+(ns|us|ms|s|m|h)?")
 MAX_IMAGES = 1024
 ALL_TOKENS = -1  # of num_predict: as many as the context has room for
@@ -81,7 +84,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | Annotated[list[Any], Meta(max_length=0)] | None = None  # PHP writes no options as a list
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: bool | float | str | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -142,8 +145,8 @@ def served_name(asked: str | None, context: RequestContext) -> str:
     """
     if not asked:
         raise InvalidRequest("model is required", param="model", code="missing_required_parameter")
-    served = {tagged_name(name).lower() for name in (context.model, *context.aliases)}
-    if tagged_name(asked).lower() not in served and ANY_MODEL not in context.aliases:
+    served = set(map(plain_name, (context.model, *context.aliases)))
+    if plain_name(asked) not in served and ANY_MODEL not in context.aliases:
         raise ModelNotFound(f"model '{asked}' not found", param="model")
     return asked
 
@@ -193,7 +196,11 @@ def _chat(
     body: OllamaBody, messages: Sequence[Json], tools: Sequence[Any] | None, context: RequestContext
 ) -> Generation:
     """Returns the generation of a chat. Raises InvalidRequest."""
-    if body.think and not context.text.can_think:
+    thinks, effort = (None, "") if body.think is None else thinking_of("think", body.think)
+    if effort not in EFFORTS:
+        words = f'invalid think value: {effort!r} (must be "high", "medium", "low", "max", true, or false)'
+        raise InvalidRequest(words, param="think", code="invalid_value")
+    if thinks and not context.text.can_think:
         raise InvalidRequest(f'"{body.model}" does not support thinking', param="think")
     chat: Json = {
         "model": context.model,

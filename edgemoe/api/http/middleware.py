@@ -181,7 +181,7 @@ class RequestMiddleware:
                 with self._counted(scope):
                     await self._app(scope, receive, numbered)
         except QueueFull as error:
-            await http.error_response(error, scope["path"])(scope, receive, numbered)
+            await http.error_response(error, scope)(scope, receive, numbered)
         except ClientGone:
             log.debug("a client hung up", extra={"request": name})
         except asyncio.CancelledError:  # by the end of the daemon, which no part of an answer may end without a word
@@ -190,13 +190,13 @@ class RequestMiddleware:
                 cut_off = EngineUnavailable("the daemon ended before this was answered", code="draining")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LAST_SEND_S):
-                        await http.error_response(cut_off, scope["path"])(scope, receive, numbered)
+                        await http.error_response(cut_off, scope)(scope, receive, numbered)
         except Exception as error:
             log.error("a request failed unexpectedly", exc_info=error, extra={"request": name})
             if status != 499:
                 raise  # part of the answer is sent: only closing the connection can show the failure
             failure = RequestError("an internal error; the log has more")
-            await http.error_response(failure, scope["path"])(scope, receive, numbered)
+            await http.error_response(failure, scope)(scope, receive, numbered)
         finally:
             route = scope.get("route")
             self._metrics.answered(getattr(route, "path", "other"), status)
@@ -204,13 +204,13 @@ class RequestMiddleware:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if "content-length" in headers and "transfer-encoding" in headers:  # two readers might see two requests
             twice = InvalidRequest("give Content-Length or Transfer-Encoding, not both", code="http_400")
-            response = http.error_response(twice, scope["path"])
+            response = http.error_response(twice, scope)
             response.headers["connection"] = "close"
             return response
         if (coding := headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
             unread = InvalidRequest(f"a body in {coding[:40]!r} is not read; send it as it is", code="http_415")
             unread.status = 415
-            response = http.error_response(unread, scope["path"])
+            response = http.error_response(unread, scope)
             response.headers["accept-encoding"], response.headers["connection"] = "identity", "close"
             return response
         known, key = self._client(scope, headers)
@@ -220,7 +220,7 @@ class RequestMiddleware:
             return None
         error = InvalidRequest("this listener needs `Authorization: Bearer KEY`", code="invalid_api_key")
         error.status, error.kind = 401, http.KINDS[401]
-        response = http.error_response(error, scope["path"])
+        response = http.error_response(error, scope)
         response.headers["www-authenticate"] = "Bearer"
         return response
 
@@ -326,4 +326,4 @@ class OriginCheck:
 def _refused(scope: Scope, status: int, why: str, code: str) -> Response:
     error = InvalidRequest(why, code=code)
     error.status = status
-    return http.error_response(error, scope["path"])
+    return http.error_response(error, scope)

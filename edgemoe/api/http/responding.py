@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from edgemoe.api.generate.generation import (
     ChoiceDelta,
@@ -95,29 +95,37 @@ async def stream(send: Send, events: AsyncIterator[bytes]) -> None:
     await answer.part(b"", more=False)
 
 
-def error_response(error: RequestError, path: str) -> Response:
-    """Returns the answer to a request that failed before anything was sent, in the form of the API at `path`."""
+def error_response(error: RequestError, scope: Scope) -> Response:
+    """Returns the answer to a request that failed before anything was sent, in the form of the client's API."""
     headers = {}
     if (wait_s := getattr(error, "retry_after_s", RETRY_AFTER_S if error.status == 503 else None)) is not None:
         headers["retry-after"] = str(max(1, round(wait_s)))
     if not error.again:
         headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients follow
-    return JSONResponse(error_object(error, path), error.status, headers)
+    return JSONResponse(error_object(error, scope), error.status, headers)
 
 
-ERROR_BODIES = {  # by the path's beginning; else OpenAI's
+ERROR_BODIES = {  # by the path's beginning; else Anthropic's to its clients, OpenAI's to others
     "/v1/messages": anthropic_error,
+    "/v1/chat/": error_body,
+    "/v1/completions": error_body,
+    "/v1/responses": error_body,
     "/api/v": error_body,  # LM Studio's
     "/api/": ollama_error,
 }
 
 
-def error_object(error: RequestError, path: str) -> Json:
-    """Returns the error in the form of the API at `path`."""
+def error_object(error: RequestError, scope: Scope) -> Json:
+    """Returns the error in the form of the API at the request's path."""
     for prefix, body in ERROR_BODIES.items():
-        if path.startswith(prefix):
+        if scope["path"].startswith(prefix):
             return body(error)
-    return error_body(error)
+    return anthropic_error(error) if is_anthropic(scope) else error_body(error)
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Returns whether a request names the version of Anthropic's API, as all of its clients do."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def http_error(request: Request, error: Exception) -> Response:
@@ -126,6 +134,8 @@ def http_error(request: Request, error: Exception) -> Response:
     detail = str(error.detail)
     if error.status_code == 404:
         detail = f"there is no {request.url.path} here; see /v1/models and the documentation"
+    elif error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=error.headers)
     elif error.status_code == 405:
         detail = f"{request.method} is not allowed for {request.url.path}"
     refusal = InvalidRequest(detail, code=f"http_{error.status_code}")
@@ -133,4 +143,4 @@ def http_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not going to be read
-    return JSONResponse(error_object(refusal, request.url.path), error.status_code, headers)
+    return JSONResponse(error_object(refusal, request.scope), error.status_code, headers)

@@ -112,9 +112,10 @@ async function answer() {
 
 /** Takes back a question that was stopped before its answer began; its words can be changed. */
 function takeBack(turn, conversation) {
+  if (!isEmpty()) return turn.end("stopped", true); // the field has other words: the question stays
   const { content, files } = conversation.pop();
   draw();
-  if (isEmpty()) fill(content, files);
+  fill(content, files);
 }
 
 async function stream(turn, conversation, signal) {
