@@ -58,7 +58,7 @@ def main() -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     chosen = [client for client in CLIENTS if not args.clients or client.name in args.clients]
     with tempfile.TemporaryDirectory(prefix="edgemoe-clients-") as folder, served(Path(folder)) as env:
-        outcomes = [use(client, env) for client in chosen]
+        outcomes = [print_outcome(use(client, env)) for client in chosen]
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:
@@ -118,6 +118,15 @@ def use(client: Client, env: dict[str, str]) -> Outcome:
             outcome.features[said["feature"]] = said["why"]
     if done.returncode or not outcome.features:
         outcome.trouble = done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
+    return outcome
+
+
+def print_outcome(outcome: Outcome) -> Outcome:
+    """Prints one result on standard error, since all of them may take an hour. Returns the result."""
+    failed = [name for name, why in outcome.features.items() if why]
+    works = ", ".join(name for name in outcome.features if name not in failed)
+    told = f"works: {works or 'nothing'}" + (f"; fails: {', '.join(failed)}" if failed else "")
+    print(f"{outcome.package}: {outcome.trouble or told}", file=sys.stderr, flush=True)
     return outcome
 
 
