@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ SERVICE_UNIT, SERVICE_STATE = Path("etc/systemd/system/edgemoe.service"), Path("
 
 def search_path(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Path, ...]:
     """Returns the files to read when none is named; the later one wins."""
-    user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/")) / ".config")
+    user = Path(env.get("XDG_CONFIG_HOME") or _home(env) / ".config")
     return root / "etc/edgemoe" / FILE_NAME, user / "edgemoe" / FILE_NAME
 
 
@@ -86,7 +87,17 @@ def service_state(env: Mapping[str, str], root: Path = Path("/")) -> Path | None
 
 
 def _cache(env: Mapping[str, str]) -> Path:
-    return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "/")) / ".cache") / "edgemoe"
+    return Path(env.get("XDG_CACHE_HOME") or _home(env) / ".cache") / "edgemoe"
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    """Returns $HOME, or the home directory in the list of users where that is empty or not set."""
+    if home := env.get("HOME"):
+        return Path(home)
+    try:
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:  # as in a container that is started by a number
+        return Path("/")
 
 
 def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str, keys: str) -> Settings:

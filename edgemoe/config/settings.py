@@ -99,7 +99,7 @@ class EngineSettings(SettingsSection, frozen=True, kw_only=True):
     kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
     drafts: Literal["off", "lookup"] = "off"  # speculative decoding: tokens drafted from prompt and output
     cuda_graphs: bool = True  # decode steps as CUDA graphs where every expert is in VRAM or pinned RAM
-    threads: Natural = 0  # compute threads; 0: all cores that the process may use
+    threads: Annotated[int, Meta(ge=0, le=4096)] = 0  # compute threads; 0: all cores that the process may use
 
 
 class CacheSettings(SettingsSection, frozen=True, kw_only=True):

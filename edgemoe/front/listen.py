@@ -30,8 +30,6 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
 
     A socket file without a listener is replaced. Raises ServiceError if it is in use, or is no socket.
     """
-    if len(os.fsencode(path)) > PATH_BYTES:
-        raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
     gid = _group_id(group) if group else None
     make_folder(path.parent, 0o755)
     clear_path(path)
@@ -127,7 +125,9 @@ def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
 
 
 def clear_path(path: Path) -> None:
-    """Removes a socket file without a listener. Raises ServiceError if it has one, or is no socket."""
+    """Removes a socket file without a listener. Raises ServiceError if it has one, is none, or is too long."""
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ServiceError(f"{path}: is no socket, so it is left alone; set api.socket to another path")

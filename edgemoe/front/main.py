@@ -58,7 +58,7 @@ from edgemoe.front.start_turn import StartTurn
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.heap import freeze_objects, give_back, give_back_often, keep_freed
-from edgemoe.ipc.engine_socket import IpcServer, private_directory
+from edgemoe.ipc.engine_socket import IpcServer, engine_path, private_directory
 from edgemoe.outputs import drop_unwritable
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
@@ -77,8 +77,9 @@ OPEN_FILES = 65536
 def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> BoundPorts:
     """Binds the TCP addresses of the settings, if any, before the expensive work.
 
-    Raises ServiceError if an address is in use, or another daemon runs with these settings.
+    Raises ServiceError if an address is in use or unusable, or another daemon runs with these settings.
     """
+    engine_path(Path(settings.service.runtime_dir))
     with sole_owner(private_directory(Path(settings.service.runtime_dir)), _elsewhere(settings)):
         if "LISTEN_FDS" not in env:  # else the service manager holds the socket
             clear_path(Path(settings.api.socket))

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import structs
 
 from edgemoe.errors import HelperFailed, HelperMissing
+from edgemoe.helper.tied_program import tied
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.types.bounds import Count
 
@@ -52,7 +53,7 @@ START_S = 30.0  # that a process may take to load its files before its first ans
 
 
 class HelperProcess:
-    """Owns one process. `close` after use. One event loop."""
+    """Owns one process, which dies with this one. `close` after use. One event loop, of the main thread."""
 
     def __init__(self, command: Sequence[str], deadline_s: float, *, quick: bool = False) -> None:
         """Takes the deadline of one answer; the first answer of a process may take START_S more.
@@ -137,7 +138,7 @@ class HelperProcess:
             return process
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
+            *tied([*self._command]), stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
         )
 
 

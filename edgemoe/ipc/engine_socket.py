@@ -50,10 +50,7 @@ class IpcServer:
     """Sends to engines by boot id, and yields the messages of all of them."""
 
     def __init__(self, directory: Path, speaks: Versions = PROTOCOL_VERSIONS, name: str = "engine.ipc") -> None:
-        path = private_directory(directory) / name
-        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-            why = f"too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes)"
-            raise ServiceError(f"{path}: {why}; set service.runtime_dir to a shorter path")
+        path = engine_path(private_directory(directory), name)
         self.address = f"ipc://{path}"
         self.undecodable = 0  # frames dropped
         self._speaks = speaks
@@ -236,6 +233,15 @@ def _sent(attempt: Awaitable[object]) -> bool:
     except zmq.Again:
         return False
     return True
+
+
+def engine_path(directory: Path, name: str = "engine.ipc") -> Path:
+    """Returns the path of an engine's socket. Raises ServiceError if it is too long for one."""
+    path = directory / name
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        why = f"too long for a socket ({zmq.IPC_PATH_MAX_LEN} bytes)"
+        raise ServiceError(f"{path}: {why}; set service.runtime_dir to a shorter path")
+    return path
 
 
 def private_directory(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -69,7 +70,8 @@ def first_missing_part(path: Path) -> Path | None:
 def check_path_exists(path: Path) -> None:
     """Raises CheckpointError where a path is not there, or is a pipe or a device."""
     if missing := first_missing_part(path):
-        raise CheckpointError(f"{path} is not there: {missing} is missing; is the path right, and its disk mounted?")
+        about = f"a link to {os.readlink(missing)}, which" if missing.is_symlink() else missing
+        raise CheckpointError(f"{path} is not there: {about} is missing; is the path right, and its disk mounted?")
     if not (path.is_dir() or path.is_file()):
         raise CheckpointError(f"{path} is neither a folder nor a file; name the folder of a model, or a GGUF file")
 
@@ -153,7 +155,7 @@ def resolve(name: str, store_dir: str | Path) -> Path:
             return path
     path = Path(name if Path(name).expanduser().exists() else hub_name(name)).expanduser()
     is_of_hub = bool(HUB_NAME.fullmatch(str(path))) and not path.exists()
-    if ("/" in name or path != Path(path.name)) and not is_of_hub:
+    if ("/" in name or path != Path(path.name) or path.is_symlink()) and not is_of_hub:
         check_path_exists(path)
     remedy = f"; `edgemoe pull {name}` fetches it" if is_of_hub else suggestion(name)
     if missing := first_missing_part(Path(store_dir).expanduser()):

@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.readme import CURL, PYTHON, TALK
+from support.waiting import wait_until
 
 from edgemoe.jit.compile_target import AMX, WITH_AMX, host, kind_of
 
@@ -58,7 +60,12 @@ def prefix(request: pytest.FixtureRequest, machine: Path) -> Iterator[list[str]]
         shutil.chown(home, USER, USER)
         yield ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *words]
     finally:
+        wait_until(lambda: not processes_of(USER))
         shell(f"userdel {USER}")
+
+
+def processes_of(user: str) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["username"]) if each.info["username"] == user]
 
 
 def compiled_here(prefix: list[str]) -> str:

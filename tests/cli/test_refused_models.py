@@ -61,6 +61,11 @@ def pipe(folder: Path, name: str = "model") -> Path:
     return folder / name
 
 
+def link(path: Path, target: str) -> Path:
+    path.symlink_to(target)
+    return path
+
+
 REFUSED = {
     "a GGUF file": (file_of(gguf("mamba"), "x.gguf"), ("GGUF of mamba", "supported are", "qwen3moe")),
     "a GGUF file that was cut": (file_of(b"GGUF\3", "x.gguf"), ("x.gguf is cut short", "fetch it again")),
@@ -89,6 +94,8 @@ REFUSED = {
     "a pipe": (pipe, ("neither a folder nor a file",)),
     "a device": (lambda path: Path("/dev/zero"), ("neither a folder nor a file",)),
     "a folder whose configuration is a pipe": (lambda path: pipe(path, CONFIG).parent, (f"no {CONFIG}",)),
+    "a link to nothing": (lambda path: link(path / "link", "gone"), ("a link to gone, which is missing",)),
+    "a link to itself": (lambda path: link(path / "link", "link"), ("a link to link, which is missing",)),
     "no folder": (lambda path: path / "there" / "model", ("there is missing", "mounted")),
 }
 
@@ -125,6 +132,19 @@ def test_a_name_is_told_from_a_mount_that_is_missing(
     stores.mkdir(parents=True)
     assert main([*command, "--set", f"model.store_dir={stores}"]) == 1
     assert f"in {stores} there are: none" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("long", ["socket", "directory"])
+def test_serve_refuses_paths_too_long_for_sockets_before_it_packs(
+    long: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    paths = {"socket": tmp_path / "door", "directory": tmp_path / "run"} | {long: tmp_path / ("a" * 120)}
+    sets = [f"model.store_dir={tmp_path}/stores", f"service.runtime_dir={paths['directory']}"]
+    options = [word for each in sets for word in ("--set", each)]
+    assert main(["serve", "--socket", str(paths["socket"]), *options]) == 1
+    assert "too long for a socket" in capfd.readouterr().err
+    assert not (tmp_path / "stores").exists()
 
 
 @pytest.mark.parametrize("taken", ["port", "socket", "directory"])

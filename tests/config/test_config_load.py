@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from edgemoe.cli.show_config import as_toml
 from edgemoe.config.loading import RENAMED, flatten, load
-from edgemoe.config.paths import default_keys, default_socket, fill_paths
+from edgemoe.config.paths import default_keys, default_socket, fill_paths, search_path
 from edgemoe.config.settings import NamedModelSettings, Settings
 from edgemoe.errors import ConfigError
 
@@ -195,6 +196,13 @@ def test_paths_follow_the_user_or_the_service() -> None:
     assert default_socket({"XDG_RUNTIME_DIR": "/r"}) == Path("/r/edgemoe.sock")
     assert default_keys(service) == Path("/var/lib/edgemoe/api-keys")
     assert default_keys(ENV) == Path("/home/ada/.config/edgemoe/api-keys")
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": ""}])
+def test_without_a_home_in_the_environment_the_users_own_is_taken(home: dict[str, str], tmp_path: Path) -> None:
+    own = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    assert Path(fill_paths(Settings(), home, tmp_path).model.store_dir) == own / ".cache/edgemoe/stores"
+    assert search_path(home)[-1] == own / ".config/edgemoe/edgemoe.toml"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root's commands only")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+from support.waiting import wait_until
 
 from edgemoe.errors import HelperFailed
 from edgemoe.helper.child_process import HelperPool, NumberedMessage
@@ -92,3 +95,23 @@ async def test_large_questions_share_one_process() -> None:
     assert {one.value for one in await asyncio.gather(*asked)} == {"42"}
     assert len(pool.pids) == 1
     await pool.close()
+
+
+PARENT = """
+import asyncio, sys, time
+from edgemoe.helper.child_process import HelperProcess
+async def main():
+    helper = HelperProcess([sys.executable, "-c", "import time; time.sleep(600)"], 60.0)
+    await helper.prepare()
+    print(helper.pid, flush=True)
+    time.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_a_helper_at_work_dies_with_its_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        helper = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    wait_until(lambda: not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE)
