@@ -178,6 +178,19 @@ async def test_a_stop_before_the_first_token_loses_no_words_that_are_typed_meanw
     assert await texts(chat, ".turn.user .words") == ["SAY{next}END"]
 
 
+async def test_a_daemon_that_is_gone_is_said_in_plain_words_and_can_be_asked_again(chat: Tab) -> None:
+    network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    await chat.call("Network.enable")
+    await chat.call("Network.emulateNetworkConditions", offline=True, **network)
+    await say(chat, "SAY{here}END")
+    await answered(chat, 1)
+    assert await texts(chat, ".turn.model .after") == ["The daemon does not answer."]
+    await chat.call("Network.emulateNetworkConditions", offline=False, **network)
+    await chat.call("Network.disable")
+    await press(chat, ".turn.model", "Try again")
+    await chat.until("document.querySelector('.turn.model .words')?.textContent.trim() === 'here'")
+
+
 async def test_answers_are_given_again_and_questions_changed(chat: Tab) -> None:
     for number in ("one", "two"):
         await say(chat, f"SAY{{{number}}}END")

@@ -100,7 +100,8 @@ async function answer() {
   } catch (error) {
     const stopped = error.name === "AbortError";
     if (stopped && !message.content && mine === id) return takeBack(turn, conversation);
-    turn.end(stopped ? "stopped" : error.message, !stopped);
+    const broken = error instanceof TypeError; // as fetch and its reader say it, in words of the browser's
+    turn.end(stopped ? "stopped" : broken ? "The daemon does not answer." : error.message, !stopped);
   } finally {
     stopping = null;
     $("send").textContent = "Send";
