@@ -162,7 +162,7 @@ ONLY_IN = {  # module -> the rooms that may import it
     "pynvml": ("telemetry.probes",),
 }
 NOWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers", "lightning", "pytorch_lightning"}
-CLUSTER_FREE = ("worker.service", "ipc.engine_socket", "api.app")
+CLUSTER_FREE = ("worker.service", "ipc.engine_socket", "api.app", "front.main")
 TORCH_FREE = ("front.main", "cli", "config.loading", "config.budgets", "families.config", "store.packer")
 
 

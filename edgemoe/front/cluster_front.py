@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from edgemoe import __version__
+from edgemoe.api.resources import ListedModel
 from edgemoe.cluster.control.control_plane import ControlPlane
 from edgemoe.cluster.control.coordination.coord_store import wait_event
 from edgemoe.cluster.control.messages import (
@@ -24,7 +25,6 @@ from edgemoe.cluster.control.messages import (
     ForwardedFrame,
     ForwardedHttp,
     FrameAccepted,
-    FurtherModel,
     Heartbeat,
     HttpPartQuery,
     HttpWithdrawal,
@@ -42,7 +42,7 @@ from edgemoe.errors import MembersRefused, PeerBusy, PeerError, PeerRefused
 from edgemoe.front import cluster_status as about
 from edgemoe.front.cluster_requests import ClusterRequests
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
-from edgemoe.front.distant_models import DistantModels
+from edgemoe.front.distant_models import DistantModels, further_model
 from edgemoe.front.engine_tracker import LocalEngine, is_handed_over
 from edgemoe.front.hosted_http import HostedHttp
 from edgemoe.front.hosted_requests import HostedRequests, RequestNews
@@ -337,9 +337,9 @@ class ClusterFront:
         engine = self._engine.description(self.settings.share_experts)
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, engine=engine))
 
-    def announce_models(self, models: Sequence[FurtherModel]) -> None:
+    def announce_models(self, models: Sequence[ListedModel]) -> None:
         """Announces the models that this box serves beside the cluster's."""
-        further = tuple(models[:MAX_NODES])
+        further = tuple(further_model(model) for model in models[:MAX_NODES])
         names = tuple(model.name for model in further)
         self.plane.set_announcement(msgspec.structs.replace(self.plane.announcement, models=names, further=further))
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from edgemoe.api.backend import BoxSnapshot
-from edgemoe.cluster.control.control_plane import ControlPlane
-from edgemoe.cluster.control.messages import ChannelDescription
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.engine_process import LocalConnection
 from edgemoe.ipc.messages import SnapshotReply, SnapshotRequest
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.snapshot import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, ServingSnapshot
+
+if TYPE_CHECKING:
+    from edgemoe.cluster.control.control_plane import ControlPlane
+    from edgemoe.cluster.control.messages import ChannelDescription
 
 log = logging.getLogger(__name__)
 ASK_EVERY_S, ASK_S = 1.0, 2.0

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,12 +23,14 @@ from edgemoe.config.served_models import ServedModelSettings
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import format_size
 from edgemoe.errors import CapacityError
-from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.engine_process import LOOK_S
 from edgemoe.front.model_facts import ModelFacts
 from edgemoe.front.start_turn import StartForgone, StartProgress, StartTurn
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
+
+if TYPE_CHECKING:
+    from edgemoe.front.cluster_front import ClusterFront
 
 NEVER_S = math.inf
 PATIENCE_S = 10.0  # that a model waits for memory before busy models take no further requests

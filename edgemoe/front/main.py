@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import ASGIApp
@@ -35,7 +35,6 @@ from edgemoe.config.served_models import ServedModelSettings, served_models
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.durable import remove_file
 from edgemoe.errors import EngineUnavailable, RequestError, first_error
-from edgemoe.front.cluster_front import ClusterFront
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
 from edgemoe.front.engine_process import LocalConnection
@@ -62,6 +61,9 @@ from edgemoe.ipc.engine_socket import IpcServer, engine_path, private_directory
 from edgemoe.outputs import drop_unwritable
 from edgemoe.store.manifest import MANIFEST, Manifest, verify_copies
 from edgemoe.ticking import until_tick
+
+if TYPE_CHECKING:
+    from edgemoe.front.cluster_front import ClusterFront
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +207,11 @@ class Front:
         wire = IpcServer(runtime, name=f"engine-{number}.ipc" if number else "engine.ipc")
         requests = RequestRouter(settings.engine, LocalConnection(wire))
         snapshots = ClusterSnapshots(requests.connection)
-        cluster = ClusterFront(settings, requests, snapshots) if settings.cluster.node else None
+        cluster: ClusterFront | None = None
+        if settings.cluster.node:
+            from edgemoe.front.cluster_front import ClusterFront  # a box on its own loads nothing of the cluster
+
+            cluster = ClusterFront(settings, requests, snapshots)
         self.cluster = self.cluster or cluster
         wanted = served.is_pinned
         supervisor = Supervisor(settings, requests, self._command, snapshots, cluster, turn, is_wanted=wanted)

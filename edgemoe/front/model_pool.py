@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,7 +30,6 @@ from edgemoe.errors import (
     StoreError,
     first_error,
 )
-from edgemoe.front.distant_models import DistantModel, further_model
 from edgemoe.front.engine_process import LOOK_S
 from edgemoe.front.engine_turns import NEVER_S, EngineTurns, ModelHost, ModelTurn, PoolDoors
 from edgemoe.front.model_facts import ModelFacts
@@ -39,6 +38,9 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import loading_text, plain_name
+
+if TYPE_CHECKING:
+    from edgemoe.front.distant_models import DistantModel
 
 log = logging.getLogger(__name__)
 replace_settings = msgspec.structs.replace
@@ -87,7 +89,7 @@ class ModelPool:
         states = {host.name: host.supervisor.state for host in further}
         if (cluster := self._doors.cluster()) is not None and states != self._announced:
             self._announced = states
-            cluster.announce_models([further_model(await self._listed(host)) for host in further])
+            cluster.announce_models([await self._listed(host) for host in further])
 
     async def open_first(self) -> Api:
         """Opens the first model's resources, loaded or not. Raises CheckpointError, StoreError."""
