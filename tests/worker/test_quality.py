@@ -92,8 +92,9 @@ class KernelReader:
         return found
 
 
-@pytest.mark.parametrize(("experts", "most"), [("int8", 1e-3), ("int4", 1e-3)])
-def test_activations_in_8_bits_predict_nearly_the_same(tmp_path: Path, text: str, experts: str, most: float) -> None:
+# The bits of each encoding's kernels are tested in test_encoded_rows.py.
+@pytest.mark.parametrize("experts", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_activations_in_8_bits_predict_nearly_the_same(tmp_path: Path, text: str, experts: str) -> None:
     """Of a prompt in bfloat16, against the same with activations in bfloat16."""
     manifest = pack(model_path(), tmp_path, wanted=WantedEncodings.parse(experts, "int8"))
     ids = TextModel(tmp_path).encode(text, add_special_tokens=False)
@@ -104,7 +105,7 @@ def test_activations_in_8_bits_predict_nearly_the_same(tmp_path: Path, text: str
     print(f"activations in 8 bits, {experts}: {found}")
     for kernels in kinds:
         kernels.close()
-    assert found.divergence < most, found
+    assert found.divergence < 1e-3, found
     assert found.same_top > 0.975, found
 
 
