@@ -12,7 +12,7 @@ T = TypeVar("T")
 WITHIN_S = 600.0  # generous: only a failure costs it, and machines are starved at times
 POLL_S = 2e-3
 REST = 3.0  # times as long as a question takes, until it is asked again: waiting leaves the processor to others
-LONGEST_REST_S = 1.0  # reached on starved machines only, where a question takes hundreds of milliseconds
+LONGEST_REST_S = 0.1
 
 
 def wait_until(
