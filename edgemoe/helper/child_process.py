@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import select
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,6 +138,8 @@ class HelperProcess:
         process = self._process
         if process is not None and process.returncode is None:
             return process
+        if shutil.which(self._command[0]) is None:  # which the program that becomes it could not tell
+            raise FileNotFoundError(errno.ENOENT, "no such program", self._command[0])
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
             *tied([*self._command]), stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0

@@ -82,13 +82,14 @@ async def _streamed(http: httpx.AsyncClient, body: Any) -> tuple[str, str]:
 
 async def test_a_tokenizer_without_marks_and_wrong_fields_are_refused(tmp_path: Path) -> None:
     form = FORMS[0]
-    for marks, wrong, param in (
+    cases: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         (MARKS, {}, "input_suffix"),
         ((*MARKS, *form.stops), {"suffix": "x"}, "suffix"),
         ((*MARKS, *form.stops), {"n": 2}, "n"),
         ((*MARKS, *form.stops), {"input_extra": [{"filename": "a"}]}, "input_extra[0]"),
-    ):
-        folder = tmp_path / f"{len(marks)}-{param}"
+    )
+    for number, (marks, wrong, param) in enumerate(cases):
+        folder = tmp_path / str(number)  # short, for paths of sockets
         folder.mkdir()
         settings = settings_for(folder, write_model(folder / "model", tokenizer=byte_level_tokenizer(marks=marks)))
         async with running(settings), http_client(settings) as http:

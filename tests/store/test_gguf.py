@@ -40,7 +40,7 @@ NO_GGUF = {  # architectures whose GGUF files are refused by name
         "LagunaForCausalLM",
     ),
     *("MellumForCausalLM", "SolarOpenForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
-    *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"),
     *("Glm4vMoeForConditionalGeneration", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
 }
 FAMILIES_HERE = sorted(ARCHITECTURES)
