@@ -26,6 +26,7 @@ from edgemoe.types.model_info import loading_text
 SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
 _CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0
 _UNANSWERED_S = 180.0  # that a daemon may take from its start to its first answer
+_GAP_S = 60.0  # from the end of the note of its start to that answer
 _POLL_S, _LINE_EVERY_S = 0.2, 10.0
 
 
@@ -83,20 +84,22 @@ class Client:
         except (ServiceError, httpx.HTTPError):
             return False
 
-    def wait_while_loading(self, show: Callable[[str], object], alive: Callable[[], object] = lambda: True) -> None:
+    def wait_while_loading(self, show: Callable[[str], object], alive: Callable[[], object] | None = None) -> None:
         """Returns once the daemon takes requests, and at once where an engine has served; shows how loading comes on.
 
-        `alive` says whether the daemon may still answer, where none does yet. Raises ServiceError where no engine can
-        start, or nothing answers for so long.
+        `alive` says whether the daemon that this process started still runs. Another one is waited for where it has a
+        note of its start. Raises ServiceError where no engine can start, or nothing answers for so long.
         """
-        answered_s, is_noted = time.monotonic(), False
+        answered_s, within_s = time.monotonic(), 0.0 if alive is None else _UNANSWERED_S
         while True:
             try:
                 health = json.loads(self.text("/health", accept_unavailable=True))
             except ServiceError:
+                if alive is not None and not alive():
+                    raise
                 if starting := self.starting():
-                    answered_s, is_noted = time.monotonic(), True
-                elif not (is_noted or alive()) or time.monotonic() - answered_s > _UNANSWERED_S:
+                    answered_s, within_s = time.monotonic(), within_s or _GAP_S
+                elif time.monotonic() - answered_s >= within_s:
                     raise
                 show(starting or "it does not answer yet")
             else:
@@ -199,7 +202,7 @@ def wait_for_engine(client: Client) -> None:
     """Waits while the daemon's first engine loads, and shows how that comes on. Raises ServiceError."""
     line = WaitingLine()
     try:
-        client.wait_while_loading(line.show, lambda: False)
+        client.wait_while_loading(line.show)
     finally:
         line.clear()
 

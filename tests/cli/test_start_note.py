@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +38,11 @@ def test_commands_say_how_far_a_start_is_and_wait_for_it(tmp_path: Path, capfd: 
             ("daemon", f"the one at {door} still starts: packing Qwen3, 40 %")
         ]
         with Client(door) as client, pytest.raises(Shown, match="packing Qwen3, 40 %"):
-            client.wait_while_loading(_raise, lambda: False)
+            client.wait_while_loading(_raise)
         write("packing Qwen3, 9 %")
         assert noted_start(beside(door)) == "packing Qwen3, 9 %"
     with Client(door) as client, pytest.raises(ServiceError, match="no daemon answers"):
-        client.wait_while_loading(_raise, lambda: False)
+        client.wait_while_loading(_raise)
 
 
 def test_a_second_daemon_is_refused_before_it_packs(
@@ -76,7 +78,7 @@ def test_between_its_note_and_its_socket_a_daemon_is_waited_for(tmp_path: Path) 
                 raise Shown
 
         with Client(door) as client, pytest.raises(Shown):
-            client.wait_while_loading(show, lambda: False)
+            client.wait_while_loading(show)
     assert shown == ["packing Qwen3, 40 %", "it does not answer yet"]
 
 
@@ -93,3 +95,47 @@ with start_note(Path({str(runtime)!r})) as write:
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (runtime / "start").read_text().endswith("40 %")
     assert noted_start(runtime) == ""
+
+
+STARTS = """
+import pathlib, sys
+from edgemoe.front.start_note import start_note
+with start_note(pathlib.Path(sys.argv[1])) as write:
+    write("packing")
+    print("noted", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a note of its start, which ends with its input."""
+    command = [sys.executable, "-c", STARTS, str(private_directory(beside(tmp_path / "door.sock")))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"noted\n"
+        yield process
+        process.kill()
+
+
+def test_a_daemon_that_was_killed_while_it_started_is_not_waited_for(
+    starting: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    starting.kill()
+    os.waitid(os.P_PID, starting.pid, os.WEXITED | os.WNOWAIT)  # its note is left, and its number, too
+    with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="still starts: packing"):
+        client.wait_while_loading(_raise, lambda: starting.poll() is None)
+
+
+def test_a_daemon_that_ends_while_its_start_is_watched_is_not_waited_for(
+    starting: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    said = list[str]()
+
+    def show(text: str) -> None:
+        said.append(text)
+        starting.communicate()
+
+    with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="no daemon answers"):
+        client.wait_while_loading(show, lambda: starting.poll() is None)
+    assert said == ["packing"]

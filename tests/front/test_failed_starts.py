@@ -187,7 +187,7 @@ async def test_every_endpoint_gives_the_reason_in_its_own_form_and_every_command
             console = Console(width=4000, file=io.StringIO())
             console.print(render(await asyncio.to_thread(take_snapshot, terminal, socket_path)))
             with pytest.raises(ServiceError) as chat:
-                await asyncio.to_thread(terminal.wait_while_loading, print)
+                await asyncio.to_thread(terminal.wait_while_loading, print, lambda: True)
         assert isinstance(console.file, io.StringIO)
         assert reason in console.file.getvalue()
         assert console.file.getvalue().startswith("edgemoe has failed at ")
