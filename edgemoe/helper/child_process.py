@@ -106,7 +106,7 @@ class HelperProcess:
         process.stdin.close()
         try:
             async with asyncio.timeout(END_S):
-                await process.wait()
+                await _end_of(process)
         except TimeoutError:
             await _kill(process)
 
@@ -160,6 +160,14 @@ async def _exchange(process: asyncio.subprocess.Process, question: bytes) -> byt
     if size > MAX_FRAME_BYTES:
         raise ValueError(f"an answer of {size} bytes")
     return await process.stdout.readexactly(size)
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a process, after that of its output: asyncio closes its side where both have been seen."""
+    assert process.stdout is not None
+    while await process.stdout.read(1 << 16):
+        pass
+    await process.wait()
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
