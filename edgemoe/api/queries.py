@@ -47,7 +47,7 @@ PARAMETERS = {  # that OpenRouter lists, by the capability that they need
     "thinking": ("reasoning", "include_reasoning"),
 }
 STATES = {"unloaded": "not-loaded", "loading": "loading", "failed": "failed"}  # as LM Studio has the first
-LLAMA_STATES = {"unloaded": "unloaded", "loading": "loading", "failed": "failed"}  # of its router's models
+LLAMA_STATES = ("unloaded", "loading", "failed")  # of its router's models, that are not "loaded"
 _STARTED = int(time.time())
 
 
@@ -97,7 +97,7 @@ def _model_card(model: ListedModel) -> Json:
         "meta": {"n_ctx": model.context_tokens, "n_ctx_train": model.context_tokens},  # llama.cpp's
         "type": "llm",
         "state": STATES.get(model.state, "loaded"),
-        "status": {"value": LLAMA_STATES.get(model.state, "loaded")},
+        "status": {"value": model.state if model.state in LLAMA_STATES else "loaded"},
         "capabilities": can + ["tool_use"] * ("tools" in can),
         "supported_parameters": [
             name for need, names in PARAMETERS.items() if not need or need in can for name in names

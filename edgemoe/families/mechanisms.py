@@ -68,6 +68,9 @@ class LatentHeads(AttentionHeads):
         yield "self_attn.o_proj.weight", (hidden, self.count * self.value)
 
 
+GROWTH = "llama_4_scaling_beta"
+
+
 def planned_tokens(spec: ModelSpec) -> int:
     """Returns the longest context of steps that compiled plans compute on the CPU; 0 where they compute all."""
     heads = [each.heads for each in spec.attention]
@@ -111,8 +114,7 @@ def _scale(config: Config) -> float:
 
 def growth(config: Config) -> float:
     """Returns Llama-4's factor of the logarithm by which queries grow with the position; 0: they do not."""
-    beta = rope_table(config).get("llama_4_scaling_beta")
-    return real(rope_table(config), "llama_4_scaling_beta") if beta else 0.0
+    return real(rope_table(config), GROWTH) if rope_table(config).get(GROWTH) else 0.0
 
 
 def growth_tokens(config: Config) -> int:
@@ -251,10 +253,12 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
     """Returns the rotary embedding and the length of context that it reaches, in tokens.
 
     `family` has the defaults of the configuration: `theta`, and the `partial` share of a head that turns. With `apart`
-    all of `head_dim` turns.
+    all of `head_dim` turns; with `grows` the family has `growth`.
     """
     context_tokens = integer(config, "max_position_embeddings")
     given = rope_table(config)
+    if given.get(GROWTH) and not family.get("grows"):
+        raise UnsupportedModel(f"config.json: {GROWTH} = {str(given[GROWTH])[:80]} is not read for this architecture")
     theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.get("theta", THETA)))
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "dynamic" and given.get("alpha") is not None and head_dim > 2:  # it does not depend on the context

@@ -124,7 +124,7 @@ MISTRAL_4 = Family(
     architecture="Mistral4ForCausalLM",
     mechanism=LatentHeads,
     heads={**LATENT, "growth": growth, "growth_tokens": growth_tokens},
-    rope={"interleaved": flag("rope_interleave", default=True), "apart": True},
+    rope={"interleaved": flag("rope_interleave", default=True), "apart": True, "grows": True},
     router={
         **DEEPSEEK_V3_ROUTER,
         "score": "softmax",

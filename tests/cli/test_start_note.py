@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.cli import client as client_module
 from edgemoe.cli import main, run_command
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import daemon
@@ -127,6 +128,22 @@ def test_a_daemon_that_was_killed_while_it_started_is_not_waited_for(
         client.wait_while_loading(_raise, lambda: starting.poll() is None)
 
 
+def test_another_s_daemon_that_ends_while_it_starts_is_waited_for_a_moment(
+    starting: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_GAP_S", 0.3)
+    said = list[str]()
+
+    def show(text: str) -> None:
+        said.append(text)
+        if starting.poll() is None:
+            starting.communicate()
+
+    with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="no daemon answers"):
+        client.wait_while_loading(show)
+    assert said[:2] == ["packing", "it does not answer yet"]
+
+
 def test_a_daemon_that_ends_while_its_start_is_watched_is_not_waited_for(
     starting: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -134,7 +151,8 @@ def test_a_daemon_that_ends_while_its_start_is_watched_is_not_waited_for(
 
     def show(text: str) -> None:
         said.append(text)
-        starting.communicate()
+        if starting.poll() is None:
+            starting.communicate()
 
     with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="no daemon answers"):
         client.wait_while_loading(show, lambda: starting.poll() is None)

@@ -152,6 +152,13 @@ def test_a_dense_mistral_with_images_is_refused_as_dense() -> None:
         spec_from_config(WITH_IMAGES | {"text_config": dense})
 
 
+def test_queries_that_would_grow_are_refused_where_the_architecture_has_no_such_factor() -> None:
+    for config in (V2_LITE, V3):
+        rope = config["rope_scaling"] | {"llama_4_scaling_beta": 0.1}  # type: ignore[operator]
+        with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta = 0\.1 is not read"):
+            spec_from_config(config | {"rope_scaling": rope})
+
+
 def test_queries_without_a_factor_of_the_position_do_not_grow() -> None:
     plain = {name: each for name, each in SMALL_4["rope_parameters"].items() if name != "llama_4_scaling_beta"}  # type: ignore[attr-defined]
     spec = spec_from_config(SMALL_4 | {"rope_parameters": plain})
