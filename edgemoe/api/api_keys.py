@@ -20,7 +20,7 @@ from pathlib import Path
 
 from edgemoe.durable import make_folder, read_plain, replace_file
 from edgemoe.errors import QueueFull, ServiceError
-from edgemoe.types.principal import Principal, key_principal
+from edgemoe.types.request import Principal, key_principal
 
 log = logging.getLogger(__name__)
 

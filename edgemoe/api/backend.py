@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.principal import Principal
-from edgemoe.types.request import Emission, Request, RequestLimits
+from edgemoe.types.request import Emission, Principal, Request, RequestLimits
 from edgemoe.types.snapshot import ServingSnapshot
 
 NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})

@@ -19,14 +19,14 @@ from edgemoe.api.generate.generation import (
 )
 from edgemoe.api.generate.held_answer import ASKS_FRAMES, FrameHead, HeldAnswer, end_of, read_held
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, WHOLE, ClientAnswer, StreamForm
 from edgemoe.api.http.distant_answer import forwarded_body, pass_on
 from edgemoe.api.http.event_text import json_line, ollama_error
+from edgemoe.api.http.responding import SERVER_SENT_EVENTS, WHOLE, ClientAnswer, StreamForm
 from edgemoe.api.model_wish import ModelWish, read_ollama_wish, read_wish
 from edgemoe.api.resources import Api
 from edgemoe.api.schema import read
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 SMALL_BYTES = 1 << 16  # bodies in which the event loop itself looks for the model's name
 

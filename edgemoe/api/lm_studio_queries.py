@@ -14,7 +14,7 @@ from edgemoe.api.schema import read
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import commonest_first
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 _FETCHES = "download is not supported: `edgemoe pull` fetches models"
 _EMBEDS = "embeddings is not supported: the model served here has no embeddings"

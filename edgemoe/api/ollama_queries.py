@@ -22,7 +22,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import commonest_first
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 VERSION = "0.24.0"  # of Ollama, whose API this is: clients ask for the features of a release
 NEVER = "9999-12-31T23:59:59Z"  # a model is not unloaded

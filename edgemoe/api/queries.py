@@ -26,7 +26,7 @@ from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import Chat, Detokenize, Tokenize, read
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 R = TypeVar("R", Tokenize, Detokenize, Chat, anthropic.MessagesBody, responses.ResponsesBody)
 

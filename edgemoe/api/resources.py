@@ -27,7 +27,7 @@ from edgemoe.config.settings import ApiSettings
 from edgemoe.helper.turns import TaskTurns
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import ModelInfo, loading_text
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 R = TypeVar("R")
 

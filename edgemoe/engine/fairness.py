@@ -1,16 +1,23 @@
-"""Counts the service that principals and their users got and how long answers are, for fairness and the output reserve.
+"""Divides an engine fairly: counts the service of principals and users, orders the queue, bounds steps of many tokens.
 
-Service is the virtual token counter [VTC]: a token of output weighs as much as two of prompt. It is counted for each
-principal and for each of its users. Expected output is a decayed mean per user, else over all users of the model.
+Service is the virtual token counter [VTC]: a token of output weighs as much as two of prompt. Waiting requests run
+shortest job first [Gimbal, Algorithm 2], with linear aging where the source has a threshold. The reasons and the bound
+on starvation: docs/design/queue.md; on steps: docs/design/engine.md.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import exp, log
+from typing import Literal
 
-from edgemoe.types.principal import Identity
+import numpy as np
+
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.request import Identity
 
 OUTPUT_WEIGHT = 2.0  # of a generated token, in prefilled ones
 DECAY = 0.1  # weight of the latest output in the mean
@@ -18,7 +25,7 @@ FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
 # Remembered at once; those without a request are forgotten first, the longest absent of them first.
 MAX_PRINCIPALS = 1024
 MAX_USERS = 128  # of a principal
-MAX_LONG_STEPS = 16.0  # that a principal may have saved, see `step_shares`
+MAX_LONG_STEPS = 16.0  # that a principal may have saved, see `StepShares`
 
 
 @dataclass(slots=True)
@@ -30,7 +37,7 @@ class ServiceAccount:
     turn_s: float = 0.0  # when its latest request was admitted
     output_tokens: float | None = None  # of a user
     users: ServiceAccounts | None = field(default=None, repr=False)  # of a principal
-    # See `step_shares`. Steps that it may still lengthen and steps in which it alone decoded.
+    # See `StepShares`. Steps that it may still lengthen and steps in which it alone decoded.
     # Steps of others, up to which it has earned long steps.
     long_steps: float = MAX_LONG_STEPS
     steps_alone: int = 0
@@ -160,3 +167,161 @@ class FairnessAccounts:
 
     def _accounts(self, identity: Identity) -> tuple[ServiceAccount, ServiceAccount]:
         return self.principals[identity.principal], self.users(identity.principal)[identity.user]
+
+
+MEMORY = 0.9  # weight of the past at each new step of a size
+GROWTH = 0.5  # of a step's duration with the logarithm of its tokens, until two sizes are known
+# By tokens; a step counts for the largest size that is not above it.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+STEPS_OF_OTHERS = 512  # that earn a principal a step beyond the bound
+
+
+class StepPrices:
+    """Estimates a step's duration from the mean durations of recent steps by size, which grows with the size."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # size -> log of tokens, log of seconds
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Adds a step's duration. One that is longer than usual counts at most twice its usual duration."""
+        if tokens < 1 or seconds <= 0.0:
+            return
+        size, new = bisect_left(SIZES, tokens + 1), (log(tokens), log(seconds))
+        if (old := self._means.get(size)) is None:
+            self._means[size] = new
+            return
+        late = min(new[1], old[1] + log(2.0))
+        self._means[size] = MEMORY * old[0] + (1 - MEMORY) * new[0], MEMORY * old[1] + (1 - MEMORY) * late
+
+    def tokens_within(self, stretch: float, tokens: int) -> int:
+        """Returns how many tokens a step may have to take at most `stretch` times as long as one of `tokens`."""
+        points = self._points()
+        if not points:
+            return tokens
+        longest = self._seconds_log(points, log(tokens)) + log(stretch)
+        above = next((i for i, (_, seconds) in enumerate(points) if seconds > longest), len(points))
+        if above == 0:
+            at = points[0][0] - (points[0][1] - longest) / self._slope(points, 0)
+        elif above == len(points):  # as if each further token cost as much as all so far do in the mean
+            at = points[-1][0] + longest - points[-1][1]
+        else:
+            (low, short), (high, long) = points[above - 1 : above + 1]
+            at = low + (high - low) * (longest - short) / (long - short)
+        return max(tokens, int(exp(min(at, log(SIZES[-1]))) + 1e-6))
+
+    def _points(self) -> list[tuple[float, float]]:
+        """Returns log tokens and log seconds, both growing: no step takes longer than a larger one."""
+        points: list[tuple[float, float]] = []
+        for _, (tokens, seconds) in sorted(self._means.items(), reverse=True):
+            points.append((tokens, min(seconds, points[-1][1]) if points else seconds))
+        return points[::-1]
+
+    def _seconds_log(self, points: list[tuple[float, float]], tokens_log: float) -> float:
+        for i, (tokens, seconds) in enumerate(points):
+            if tokens >= tokens_log:
+                if i == 0:
+                    return seconds - self._slope(points, 0) * (tokens - tokens_log)
+                low, short = points[i - 1]
+                return short + (seconds - short) * (tokens_log - low) / (tokens - low)
+        return points[-1][1] + tokens_log - points[-1][0]
+
+    def _slope(self, points: list[tuple[float, float]], at: int) -> float:
+        if at + 1 >= len(points):
+            return GROWTH
+        (low, short), (high, long) = points[at : at + 2]
+        return min(1.0, max(0.05, (long - short) / (high - low)))
+
+
+class StepShares:
+    """Divides steps' tokens among principals while some of them decode."""
+
+    def __init__(self, stretch: float, prices: StepPrices) -> None:
+        """Lets others lengthen a step to `stretch` times its duration without them; 0 sets no bound."""
+        self.prices = prices
+        self._stretch = stretch
+        self.is_bounded = stretch > 0.0
+        self.level = 0  # the most tokens of a principal that was cut in the last step; 0 where none had to be
+        self._contended = 0  # steps in which somebody decoded
+
+    def tokens_within_stretch(self, tokens: int) -> int:
+        """Returns how many tokens a step may have without lengthening one of `tokens` beyond the bound."""
+        return self.prices.tokens_within(self._stretch, tokens) if self._stretch else SIZES[-1]
+
+    def divide(
+        self, wanted: Mapping[str, int], decoding: Mapping[str, int], accounts: ServiceAccounts
+    ) -> dict[str, int]:
+        """Returns the most tokens of the next step for each principal that is cut; the others get all they want.
+
+        `wanted` has the tokens that each one's sequences could compute, `decoding` its decoding sequences. Each gets
+        as many as the principal with the fewest decoding sequences, and equally more while the step stays in its
+        bound. A principal that has long steps left is not cut.
+        """
+        self.level = 0
+        if not self._stretch or not decoding:
+            return {}
+        self._contended += 1
+        if len(decoding) == 1:
+            accounts[next(iter(decoding))].steps_alone += 1
+        if len(wanted) == 1:
+            return {}
+        least = min(decoding.values())
+        room = max(least * len(wanted), self.prices.tokens_within(self._stretch, least))
+        self.level = level = _level(sorted(wanted.values()), room, least)
+        return {
+            principal: level
+            for principal, tokens in wanted.items()
+            if tokens > level and not self._takes_long_step(principal, accounts)
+        }
+
+    def _takes_long_step(self, principal: str, accounts: ServiceAccounts) -> bool:
+        """Takes one of the principal's long steps, if it has one."""
+        account = accounts[principal]
+        others = self._contended - account.steps_alone
+        earned = (others - min(account.others_steps, others)) / STEPS_OF_OTHERS
+        account.long_steps = min(MAX_LONG_STEPS, account.long_steps + earned)
+        account.others_steps = others
+        if account.long_steps < 1.0:
+            return False
+        account.long_steps -= 1.0
+        return True
+
+
+def _level(wanted: list[int], room: int, least: int) -> int:
+    """Returns the most tokens for each so that all together have at most `room`; at least `least`."""
+    for i, tokens in enumerate(wanted):
+        left = len(wanted) - i
+        if tokens * left > room:
+            return max(least, room // left)
+        room -= tokens
+    return max(least, wanted[-1])
+
+
+QueueRule = Literal["sjf", "fcfs"]
+Floats = np.typing.NDArray[np.float64]
+
+LEAD_S = 10.0  # a user's lead in service counts for at most this much aging
+
+
+def queue_order(prefill_tokens: IntArray, waited_s: Floats, rule: QueueRule, tokens_per_s: float) -> IntArray:
+    """Returns the order in which waiting requests [n] should be admitted, a permutation of 0..n-1.
+
+    The length of a job is its prompt tokens outside the prefix cache.
+
+    `prefill_tokens` [n] and `waited_s` [n] lie in order of arrival, which decides between equals. A second of waiting
+    makes up for `tokens_per_s` tokens.
+    """
+    if rule == "fcfs":
+        return np.argsort(-waited_s, kind="stable")
+    return np.argsort(prefill_tokens - tokens_per_s * waited_s, kind="stable")
+
+
+def head_keys(head_tokens: IntArray, lead_tokens: Floats, heading_s: Floats, tokens_per_s: float) -> Floats:
+    """Returns the sorting keys of the heads of the users' lines [u]; the head with the lowest key is next.
+
+        key = prefill tokens + lead - k * seconds at the head of its user's line                              (1)
+
+    `head_tokens` [u] is the prefill of each line's head. `lead_tokens` [u] is the user's service beyond the least
+    served user's. `heading_s` [u] is the time for which a request has been its line's head. k is `tokens_per_s`.
+    """
+    lead = np.minimum(lead_tokens, LEAD_S * tokens_per_s)
+    return np.asarray(head_tokens + lead - tokens_per_s * heading_s, dtype=np.float64)

@@ -1,6 +1,6 @@
 """Decides which sequences run in the next step and with how many tokens each (reasons: docs/design/engine.md).
 
-`policy.sjf` orders waiting requests. Decoding sequences come first, then prompts in chunks. Principals take turns, and
+`fairness` orders waiting requests. Decoding sequences come first, then prompts in chunks. Principals take turns, and
 so do the users of each. When blocks run out, a sequence of the largest user is paused.
 """
 
@@ -15,11 +15,9 @@ import numpy as np
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager, KVSwap
-from edgemoe.engine.fairness import FairnessAccounts, ServiceAccounts
+from edgemoe.engine.fairness import FairnessAccounts, ServiceAccounts, StepPrices, StepShares, head_keys, queue_order
 from edgemoe.engine.sequence import Sequence, blocks_for
-from edgemoe.engine.step_shares import StepPrices, StepShares
-from edgemoe.policy import sjf
-from edgemoe.types.principal import NOBODY, Identity
+from edgemoe.types.request import NOBODY, Identity
 from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -356,7 +354,7 @@ class Scheduler:
             return waiters
         tokens = np.array([waiter.tokens for waiter in waiters])
         waited_s = now_s - np.array([waiter.seq.arrived_s for waiter in waiters])
-        ranks = sjf.order(tokens, waited_s, self._settings.scheduler, self.aging_tokens_per_s)
+        ranks = queue_order(tokens, waited_s, self._settings.scheduler, self.aging_tokens_per_s)
         return [waiters[i] for i in ranks]
 
     def _next_head(self, lines: dict[Identity, deque[PrefillWork]], now_s: float) -> LineHead:
@@ -380,7 +378,7 @@ class Scheduler:
         """Returns the head with the smallest sorting key among these, by name, and that key."""
         waiters = list(heads.values())
         headed_s = [accounts.head_of_line_since(name, head.seq.arrived_s) for name, head in heads.items()]
-        keys = sjf.keys(
+        keys = head_keys(
             np.array([waiter.tokens for waiter in waiters]),
             np.array(accounts.service_ahead(heads)),
             now_s - np.array(headed_s),

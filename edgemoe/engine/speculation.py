@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.draft_governor import AcceptanceCounts, DraftedStep, DraftGovernor
+from edgemoe.engine.fairness import StepShares
 from edgemoe.engine.ngram_drafts import Draft, NgramLookup
 from edgemoe.engine.scheduler import ScheduledWork
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.step_shares import StepShares
 from edgemoe.engine.steps import CommittedStep, count_active_experts
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

@@ -19,7 +19,7 @@ from edgemoe.cluster.control.messages import ForwardedHttp, HttpPart, HttpPartQu
 from edgemoe.cluster.rpc.envelope import Answer
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.ticking import until_tick
-from edgemoe.types.principal import Principal, as_told_by
+from edgemoe.types.request import Principal, as_told_by
 
 log = logging.getLogger(__name__)
 

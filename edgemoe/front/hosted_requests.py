@@ -33,8 +33,7 @@ from edgemoe.ipc.messages import (
     encode,
 )
 from edgemoe.types.bounds import USER_CHARS
-from edgemoe.types.principal import Principal, as_told_by
-from edgemoe.types.request import Emission, Request
+from edgemoe.types.request import Emission, Principal, Request, as_told_by
 
 log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0

@@ -24,7 +24,7 @@ import h11
 from starlette.types import ASGIApp, Scope
 
 from edgemoe.front.http_exchange import BUFFER_BYTES, HttpExchange
-from edgemoe.types.principal import site_of, uid_principal
+from edgemoe.types.request import site_of, uid_principal
 
 MAPPED = "::ffff:"  # begins an IPv4 address at a socket for both
 UCRED = struct.Struct("3i")  # pid, uid, gid

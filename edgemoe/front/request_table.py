@@ -17,15 +17,13 @@ import msgspec
 
 from edgemoe.config.settings import Route
 from edgemoe.errors import InvalidRequest, QueueFull
-from edgemoe.front.request_attempts import MOST_EVASIONS, AttemptHistory, RequestPace
+from edgemoe.front.request_attempts import MOST_EVASIONS, AttemptHistory, RequestPace, RequestQuarantine
 from edgemoe.front.request_events import RequestInstruction, SendCancel, SendOffer, SendWithdrawal
-from edgemoe.front.request_quarantine import RequestQuarantine
 from edgemoe.ipc.messages import Cancel, FetchPrefixKV, Submit
 from edgemoe.policy import shares
 from edgemoe.policy.routing.least_loaded import TargetLoad, node_of
 from edgemoe.types.expert_signatures import ExpertSignature
-from edgemoe.types.principal import Identity, Principal
-from edgemoe.types.request import Emission, Phases, Request
+from edgemoe.types.request import Emission, Identity, Phases, Principal, Request
 
 log = logging.getLogger(__name__)
 AVOID_S = 1.0  # that an engine is avoided after it turned a request away

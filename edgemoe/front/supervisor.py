@@ -41,8 +41,7 @@ from edgemoe.ipc.messages import Emissions, FromEngine, Ready, Reload, SnapshotR
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
 from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo, loading_text
-from edgemoe.types.principal import Principal
-from edgemoe.types.request import Request, RequestLimits
+from edgemoe.types.request import Principal, Request, RequestLimits
 
 log = logging.getLogger(__name__)
 

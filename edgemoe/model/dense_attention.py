@@ -10,9 +10,8 @@ from torch.nn.functional import softplus
 from edgemoe.kernels.cpu.paged_cache import EVERYTHING
 from edgemoe.kernels.cpu.prefill_heads import MANY_HEADS
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.attention import AttentionScores, StepContext, paged
+from edgemoe.model.attention import Angles, AttentionScores, StepContext, half_split, paged, rotate
 from edgemoe.model.dense_weights import LayerReader, Norm, rms_norm
-from edgemoe.model.rope import Angles, half_split, rotate
 
 
 class DenseAttention:

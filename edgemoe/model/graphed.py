@@ -17,11 +17,10 @@ from torch.nn.functional import linear
 
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.kernels.cpu.paged_cache import EVERYTHING
-from edgemoe.model.attention import AttentionScores, StepAttention, StepContext
+from edgemoe.model.attention import AttentionScores, RotaryEmbedding, StepAttention, StepContext
 from edgemoe.model.decoder_layers import DenseWeights, SerialLayer
 from edgemoe.model.feed_forward import ExpertLayer, Gate
 from edgemoe.model.kv import DTYPES, CodedKV, KVCache, StepStates
-from edgemoe.model.rope import RotaryEmbedding
 from edgemoe.model.row_layers import RowCalls, compute, normalised
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch, ExpertExecutor, ExpertSlots

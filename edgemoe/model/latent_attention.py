@@ -15,9 +15,17 @@ import torch
 from edgemoe.families.mechanisms import LatentHeads
 from edgemoe.kernels.cpu.paged_cache import PagedCache
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.attention import AttentionScores, PrefillChunk, StepContext, prompt_by_kernel, prompt_in_tiles
+from edgemoe.model.attention import (
+    Angles,
+    AttentionScores,
+    PrefillChunk,
+    StepContext,
+    half_split,
+    prompt_by_kernel,
+    prompt_in_tiles,
+    rotate,
+)
 from edgemoe.model.dense_weights import FEW_TOKENS, LayerReader, Norm
-from edgemoe.model.rope import Angles, half_split, rotate
 from edgemoe.types.step import BLOCK_TOKENS
 
 NORM_EPS = 1e-6  # of latents and of an indexer's keys, independent of the model's own

@@ -13,10 +13,9 @@ from torch.nn.functional import layer_norm, pad
 
 from edgemoe.families.sparse_families import SparseLatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.attention import PrefillChunk, StepContext
+from edgemoe.model.attention import Angles, PrefillChunk, StepContext, half_split, rotate
 from edgemoe.model.dense_weights import LayerReader
 from edgemoe.model.latent_attention import EXPANDED_BYTES, NORM_EPS, LatentAttention
-from edgemoe.model.rope import Angles, half_split, rotate
 
 
 class IndexQueries(NamedTuple):

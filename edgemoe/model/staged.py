@@ -13,8 +13,8 @@ from edgemoe.families.mechanisms import planned_tokens
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepContext, ropes_of
+from edgemoe.model.decoder import FusedLayers, is_planned
 from edgemoe.model.decoder_layers import DecoderLayer, DenseWeights, MoeRunner, gates_of, load_layers, load_weights
-from edgemoe.model.fused import FusedLayers, is_planned
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.types.stages import StageCaller, StageWork, blocks_of
 from edgemoe.types.step import Batch, ExpertExecutor

@@ -33,8 +33,7 @@ from edgemoe.replay.trace import ReplayCounts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.step import StepMeta, StepRouting
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import StepMeta, StepRouting, TokenGroups
 
 NOTHING = torch.empty(0)
 

@@ -1,11 +1,12 @@
-"""One step: its input, the routing, the experts that the decoder calls, and the blocks that it needs."""
+"""One step: its input, the routing, the experts that the decoder calls, their tokens, and the blocks that it needs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -250,3 +251,51 @@ class RowSource(Protocol):
 
     def take_rows(self, numbers: IntArray) -> npt.NDArray[np.uint8]:
         """Returns these rows, [n, row_bytes]; waits for the ones that are not in memory. Raises StoreError."""
+
+
+class TokenGroups(NamedTuple):
+    """The calls of T tokens for k experts each, grouped by expert: expert i has calls `offsets[i]:offsets[i + 1]`."""
+
+    experts: IntArray  # [n]
+    offsets: IntArray  # [n + 1]
+    calls: IntArray  # [m] the call's place among all, token * k + j
+    tokens: IntArray  # [m] its token
+    weights: FloatArray  # [m] its routing weight
+
+    @classmethod
+    def of(cls, ids: IntArray, weights: FloatArray) -> Self:
+        """Returns the group of T tokens' calls for k experts each: `ids` and `weights` [T, k]."""
+        tokens, k = ids.shape
+        flat = ids.ravel()
+        if tokens == 1:  # a token's experts are distinct
+            return cls(flat, *_of_one_token(k), weights.ravel())
+        order = np.argsort(flat.astype(np.int16), kind="stable")  # by radix, as of int64 it is not
+        ordered = flat[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        offsets = np.concatenate((starts, [len(flat)]))
+        return cls(ordered[starts], offsets, order, order // k, weights.ravel()[order])
+
+    def only(self, chosen: BoolArray) -> Self:
+        """Returns the group of the chosen [n] experts."""
+        if len(self.experts) == len(self.calls):  # one call each
+            experts, calls = self.experts[chosen], self.calls[chosen]
+            return type(self)(
+                experts, self.offsets[: len(experts) + 1], calls, self.tokens[chosen], self.weights[chosen]
+            )
+        counts = np.diff(self.offsets)
+        kept = np.repeat(chosen, counts)
+        offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
+        return type(self)(self.experts[chosen], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
+
+    def within(self, rows: IntArray) -> Self:
+        """Returns the group of some tokens: `rows`, sorted, must be consecutive among the group's tokens."""
+        kept = np.flatnonzero((self.tokens >= rows[0]) & (self.tokens <= rows[-1]))
+        ends = np.searchsorted(kept, self.offsets)
+        used = np.flatnonzero(np.diff(ends))
+        offsets = np.append(ends[used], len(kept))
+        return type(self)(self.experts[used], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
+
+
+@functools.cache
+def _of_one_token(k: int) -> tuple[IntArray, IntArray, IntArray]:
+    return np.arange(k + 1), np.arange(k), np.zeros(k, np.int64)

@@ -31,7 +31,7 @@ from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.row_table import RowTable, open_row_table
 from edgemoe.store.writer import CheckpointReader, write_file
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 WINDOW_TOKENS = 512  # of text in a window, which sees nothing before it
 MOST_TOKENS = 8192  # of a text that are read

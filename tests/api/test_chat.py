@@ -15,8 +15,8 @@ from support.waiting import until
 
 from edgemoe.api.endpoints.chat_completions import ChatFormat, render
 from edgemoe.api.generate.generation import ChoiceDelta, Generation, PreparedAnswer
-from edgemoe.api.http import client_answer, responding
-from edgemoe.api.http.client_answer import SERVER_SENT_EVENTS, ClientAnswer
+from edgemoe.api.http import responding
+from edgemoe.api.http.responding import SERVER_SENT_EVENTS, ClientAnswer
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable
@@ -264,7 +264,7 @@ async def test_the_engines_errors_reach_the_client_as_openai_errors(client: open
 async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
     body = {"messages": [{"role": "user", "content": "HANG@0"}], "stream": True}
     async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -273,7 +273,7 @@ async def test_a_stream_that_has_nothing_for_long_says_that_it_waits(
 
 
 async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.01)
+    monkeypatch.setattr(responding, "QUIET_S", 0.01)
     waits, sent = asyncio.Event(), list[bytes]()
 
     async def send(message: Any) -> None:
@@ -299,7 +299,7 @@ async def test_an_error_after_that_is_an_event(text_model: TextModel, monkeypatc
 async def test_a_stream_says_that_it_waits_between_its_tokens_too(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
     body = {"messages": [{"role": "user", "content": "HANG@3"}], "stream": True}
     async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = answer.aiter_lines()
@@ -312,7 +312,7 @@ async def test_a_stream_says_that_it_waits_between_its_tokens_too(
 async def test_an_answer_that_is_no_stream_begins_with_white_space_and_is_the_same_json(
     front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "WHOLE_QUIET_S", 0.05)
     assert front.supervisor is not None
     body = {"messages": [{"role": "user", "content": "HANG@2"}]}
     async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -326,7 +326,7 @@ async def test_an_answer_that_is_no_stream_begins_with_white_space_and_is_the_sa
 async def test_an_answer_that_is_no_stream_and_fails_after_that_ends_the_connection(
     front: Front, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "WHOLE_QUIET_S", 0.05)
     assert front.supervisor is not None
     body = {"messages": [{"role": "user", "content": "HANG@0"}]}
     async with asyncio.timeout(60), http.stream("POST", "/v1/chat/completions", json=body) as answer:

@@ -16,8 +16,7 @@ from edgemoe.api.generate.generation import CompletionChoice, Generation, Reques
 from edgemoe.api.schema import Completion, convert
 from edgemoe.api.text.bounded_text import BoundedModel
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.types.principal import NOBODY
-from edgemoe.types.request import Emission, RequestLimits, Sampling
+from edgemoe.types.request import NOBODY, Emission, RequestLimits, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

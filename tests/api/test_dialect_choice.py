@@ -22,8 +22,7 @@ from edgemoe.api.generate.answer_grammar import AnswerForm
 from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.schema import Chat, Tool, convert
 from edgemoe.api.text.tokenizer import TextModel, Vocabulary
-from edgemoe.types.principal import NOBODY
-from edgemoe.types.request import RequestLimits
+from edgemoe.types.request import NOBODY, RequestLimits
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 LIMITS = RequestLimits(context_tokens=8192, vocab=1000)

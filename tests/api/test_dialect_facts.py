@@ -27,8 +27,7 @@ from edgemoe.api.generate.generation import Generation, RequestContext
 from edgemoe.api.schema import Chat, convert
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.principal import NOBODY
-from edgemoe.types.request import Emission, RequestLimits
+from edgemoe.types.request import NOBODY, Emission, RequestLimits
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
 BY_NAME = {dialect.name: dialect for dialect in (*DIALECTS, PLAIN)}

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from support.waiting import until
 
-from edgemoe.api.http import bodies, client_answer
+from edgemoe.api.http import bodies, responding
 from edgemoe.api.http.bodies import HELD
 from edgemoe.api.resources import PREPARE_THREADS
 from edgemoe.front.main import Front
 from edgemoe.policy.shares import most_of
-from edgemoe.types.principal import uid_principal
+from edgemoe.types.request import uid_principal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MAX = 1 << 20  # of a body, in these tests
@@ -85,7 +85,7 @@ async def test_a_body_with_two_lengths_is_refused(front: Front) -> None:
 
 
 async def test_a_stream_that_nobody_reads_ends_its_request(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_answer, "SEND_S", 0.2)
+    monkeypatch.setattr(responding, "SEND_S", 0.2)
     assert front.supervisor is not None
     requests = front.supervisor.requests
     body = b'{"prompt": "HANG@3000", "max_tokens": 3500, "n": 30, "stream": true}'

@@ -16,7 +16,7 @@ from support.front_kit import MARKS, byte_level_tokenizer, http_client, running,
 from support.prose import ROOT
 
 from edgemoe.api.generate.generation import Generation, RequestContext
-from edgemoe.api.http import client_answer
+from edgemoe.api.http import responding
 from edgemoe.api.ollama_queries import REFUSALS, VERSION, parameter_size
 from edgemoe.api.text.infill import FORMS, InfillMarks
 from edgemoe.errors import EngineUnavailable
@@ -521,7 +521,7 @@ async def test_an_error_ends_a_stream_as_a_line(asked: Asked) -> None:
 async def test_a_stream_that_has_nothing_for_long_sends_lines_that_say_nothing(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
     for path, body in (("/api/chat", {"messages": HANGS}), ("/api/generate", {"prompt": "HANG@0"})):
         async with asyncio.timeout(60), asked.http.stream("POST", path, json={"model": "tiny", **body}) as answer:
             assert answer.status_code == 200

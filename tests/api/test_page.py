@@ -30,7 +30,7 @@ from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import QueueFull
 from edgemoe.front.main import Front
 from edgemoe.policy.shares import most_of
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 from edgemoe.types.snapshot import COMING, IN_RAM, ON_DISK, USE_BITS, RequestProgress, ServingSnapshot
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,8 +12,7 @@ from edgemoe.api.endpoints.chat_completions import prepare
 from edgemoe.api.generate.generation import CompletionChoice, Generation, RequestContext
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.principal import NOBODY
-from edgemoe.types.request import Emission, RequestLimits
+from edgemoe.types.request import NOBODY, Emission, RequestLimits
 
 TEXT = "def add(a, b):\n    return a + b\n"
 MESSAGES: Any = [{"role": "user", "content": f"SAY{{{TEXT}}}END"}]

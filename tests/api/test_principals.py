@@ -19,8 +19,10 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import QueueFull
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.principal import (
+from edgemoe.types.request import (
     Principal,
+    Request,
+    RequestLimits,
     address_principal,
     as_told_by,
     cache_salt_of,
@@ -28,7 +30,6 @@ from edgemoe.types.principal import (
     site_of,
     uid_principal,
 )
-from edgemoe.types.request import Request, RequestLimits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 SECRETS = {"bob": "bob-0123456789abcdef", "mallory": "mallory-0123456789abcdef"}

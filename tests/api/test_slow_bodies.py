@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from edgemoe.api.http.bodies import BODY_S, LEAST_BYTES_PER_S, STALL_S, BodyBudget
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 MAX_BYTES = 1 << 20
 

@@ -12,7 +12,7 @@ from support.waiting import wait_until
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import MAX_USERS, FairnessAccounts
+from edgemoe.engine.fairness import LEAD_S, MAX_USERS, FairnessAccounts
 from edgemoe.engine.scheduler import (
     AGING_SHARE,
     FEW_RUNNING,
@@ -24,9 +24,7 @@ from edgemoe.engine.scheduler import (
     Scheduler,
 )
 from edgemoe.engine.sequence import Sequence
-from edgemoe.policy.sjf import LEAD_S
-from edgemoe.types.principal import Identity, Principal
-from edgemoe.types.request import Request, Sampling
+from edgemoe.types.request import Identity, Principal, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 
 

@@ -13,12 +13,10 @@ from support.engine_kit import Drive
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import MAX_LONG_STEPS, ServiceAccounts
+from edgemoe.engine.fairness import MAX_LONG_STEPS, STEPS_OF_OTHERS, ServiceAccounts, StepPrices, StepShares
 from edgemoe.engine.scheduler import ChunkBudget, Scheduler
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.step_shares import STEPS_OF_OTHERS, StepPrices, StepShares
-from edgemoe.types.principal import Principal
-from edgemoe.types.request import Request, Sampling
+from edgemoe.types.request import Principal, Request, Sampling
 
 STRETCH = 1.5
 VICTIM, ATTACKER = "victim", "attacker"

@@ -28,7 +28,7 @@ from edgemoe.families.spec import (
     dense_shapes,
 )
 from edgemoe.families.table import FAMILIES, REFUSED, Family
-from edgemoe.model.rope import frequencies
+from edgemoe.model.attention import frequencies
 
 QWEN4 = {  # Qwen3-30B-A3B, as transformers 4 wrote it
     "architectures": ["Qwen3MoeForCausalLM"],

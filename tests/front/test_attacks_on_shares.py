@@ -19,7 +19,7 @@ from support.ports import free_ports
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front
 from edgemoe.store.packer import ensure_store
-from edgemoe.types.principal import key_principal
+from edgemoe.types.request import key_principal
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 TOKENS = 5

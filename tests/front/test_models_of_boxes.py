@@ -15,7 +15,7 @@ import pytest
 from support.front_kit import http_client, keyed_address, listed_boxes, started
 from support.waiting import until
 
-from edgemoe.api.http import client_answer
+from edgemoe.api.http import responding
 from edgemoe.api.resources import Api
 from edgemoe.cluster.control.messages import ForwardedHttp
 from edgemoe.cluster.control.requests import parcels
@@ -242,8 +242,8 @@ async def test_the_second_box_answers_where_the_first_is_gone(tmp_path: Path, mo
 async def test_an_answer_whose_box_is_lost_ends_with_an_error(
     tmp_path: Path, model_dir: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
-    monkeypatch.setattr(client_answer, "WHOLE_QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "WHOLE_QUIET_S", 0.05)
     async with cluster_of(*boxes_of(tmp_path, model_dir, {"a": [], "b": ["extra"]})) as cluster:
         await known(cluster, "a", "extra", "b")
         body = {"model": "extra", "prompt": "hold", "max_tokens": 500, "stream": stream}

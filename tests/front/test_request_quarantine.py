@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from edgemoe.errors import RequestQuarantined
-from edgemoe.front.request_quarantine import MAX_FATAL, MAX_REQUESTS, PRINCIPAL_S, REQUEST_S, RequestQuarantine
-from edgemoe.types.principal import Principal
-from edgemoe.types.request import Request, Sampling
+from edgemoe.front.request_attempts import MAX_FATAL, MAX_REQUESTS, PRINCIPAL_S, REQUEST_S, RequestQuarantine
+from edgemoe.types.request import Principal, Request, Sampling
 
 
 class Quarantined:

@@ -20,7 +20,7 @@ from rich.console import Console
 from support.front_kit import http_client, settings_for, started
 from support.waiting import until
 
-from edgemoe.api.http import client_answer
+from edgemoe.api.http import responding
 from edgemoe.cli import main
 from edgemoe.cli.client import Client
 from edgemoe.cli.doctor.checks import CheckResult, daemon
@@ -262,7 +262,7 @@ STREAMS: dict[str, dict[str, Any]] = {  # of each endpoint that generates: the f
 async def test_a_stream_of_a_model_that_is_loaded_begins_before_that(
     path: str, fits: bool, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_answer, "QUIET_S", 0.05)
+    monkeypatch.setattr(responding, "QUIET_S", 0.05)
     body = {"model": "b", "stream": True, **STREAMS[path]}
     if not fits:  # which the engine's limits alone tell
         long = "x " * 70_000

@@ -33,8 +33,7 @@ from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.ipc.engine_socket import IpcClient
 from edgemoe.ipc.messages import Emissions, Failed, Loading, Stats
-from edgemoe.types.principal import Identity, uid_principal
-from edgemoe.types.request import Emission
+from edgemoe.types.request import Emission, Identity, uid_principal
 from edgemoe.wire.protocol import PROTOCOL_VERSIONS
 
 

@@ -9,7 +9,7 @@ from edgemoe.encodings.codec import pack
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.experts_decode import ExpertLayout
 from edgemoe.types.experts import ExpertGeometry
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 
 def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:

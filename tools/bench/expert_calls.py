@@ -42,8 +42,7 @@ from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, ServedModel, Tier
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from edgemoe.types.placement import PlacementPlan, pack_bits
-from edgemoe.types.step import EntryKind
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import EntryKind, TokenGroups
 from edgemoe.wire.protocol import Message, MessageLanguage
 from edgemoe.worker.cluster_member import TURN_S, HomeFetchPacer
 from tools.bench.stats import core_s

@@ -27,7 +27,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.gpu import expert_blocks, expert_tiles
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 from tools.bench.gpu import rounded
 
 SWIGLU = Activation("clamped_swiglu", 1.702, 7.0)

@@ -26,7 +26,7 @@ from edgemoe.api.metrics import Metrics
 from edgemoe.errors import QueueFull
 from edgemoe.policy.shares import fits
 from edgemoe.types.json_object import Json
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 from edgemoe.types.snapshot import ServingSnapshot
 
 EVENTS = "/events"

@@ -25,8 +25,16 @@ from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Voca
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull, RequestError
 from edgemoe.types.json_object import Json
 from edgemoe.types.model_info import plain_name
-from edgemoe.types.principal import Identity, Principal, cache_salt_of
-from edgemoe.types.request import Emission, Request, RequestLimits, Sampling, TokenLogprob
+from edgemoe.types.request import (
+    Emission,
+    Identity,
+    Principal,
+    Request,
+    RequestLimits,
+    Sampling,
+    TokenLogprob,
+    cache_salt_of,
+)
 
 ANY_MODEL = "*"  # among aliases: every name
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from edgemoe.api.http.client_answer import ClientGone
+from edgemoe.api.http.responding import ClientGone
 from edgemoe.errors import QueueFull
 from edgemoe.policy import shares
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 STALL_S = 30.0  # without a byte of a body
 BODY_S, LEAST_BYTES_PER_S = 60.0, 1024  # that a body may take to come, and more at this rate

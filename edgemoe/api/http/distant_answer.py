@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from edgemoe.api.generate.held_answer import ASKS_FRAMES, HELD_BYTES
-from edgemoe.api.http.client_answer import WHOLE, ClientAnswer
+from edgemoe.api.http.responding import WHOLE, ClientAnswer
 from edgemoe.errors import EngineUnavailable, RequestError
 from edgemoe.types.bounds import TEXT_CHARS
-from edgemoe.types.principal import Principal
+from edgemoe.types.request import Principal
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.api_keys import ApiKey, KeyRing
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.client_answer import ClientGone
 from edgemoe.api.http.page import PAGE
+from edgemoe.api.http.responding import ClientGone
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.telemetry.rate_limited_log import RateLimitedLog
-from edgemoe.types.principal import Principal, address_principal, site_of, uid_principal
+from edgemoe.types.request import Principal, address_principal, site_of, uid_principal
 
 log = logging.getLogger(__name__)
 

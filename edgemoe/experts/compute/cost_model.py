@@ -16,7 +16,7 @@ from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import WayCosts, finish_s, resolve
 from edgemoe.telemetry.unit_time import UnitTime, work_units
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; behind the links come the caller's
 TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to

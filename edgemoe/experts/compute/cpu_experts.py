@@ -14,7 +14,7 @@ from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 

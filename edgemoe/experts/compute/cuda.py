@@ -26,7 +26,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 log = logging.getLogger(__name__)
 ROWS = (16, 32, 64)  # calls of one expert that one program computes

@@ -13,8 +13,7 @@ from edgemoe.experts.transfer.link_stats import Clock
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, ExpertTable
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.step import ExpertSlots
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import ExpertSlots, TokenGroups
 
 
 class DeviceTimings(NamedTuple):

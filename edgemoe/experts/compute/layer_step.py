@@ -17,7 +17,7 @@ from edgemoe.experts.tiers.residency_records import NONE, NVME, RAM
 from edgemoe.experts.tiers.slots import BoolArray, SlotClaim, SlotTransfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in this number at a time
 

@@ -25,8 +25,7 @@ from edgemoe.kernels.cpu.expert_math import ExpertTable
 from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
-from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import ExpertSlots, StepMeta, StepRouting, TokenGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.peers import ExpertWork
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 
 class PeerCompute:

@@ -27,7 +27,7 @@ from edgemoe.telemetry.unit_time import work_units
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, PeerCosts, RemoteCall, row_floats
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 HERE = -1
 # Calls on many rows are cut into parts, so that both directions of the link and the peer work at the same time. After

@@ -15,7 +15,7 @@ from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 TOTAL = SMALL.layers * SMALL.experts
 SLOW = SMALL.stride_bytes(0) / 0.03  # bytes/s: 30 ms for an expert

@@ -32,7 +32,7 @@ from edgemoe.kernels.gpu.weights import KINDS
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 gpu = pytest.mark.gpu
 WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtype="bfloat16")

@@ -26,8 +26,7 @@ from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.size_classes import SlabLayout
-from edgemoe.types.step import StepMeta
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import StepMeta, TokenGroups
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer

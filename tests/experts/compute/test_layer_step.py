@@ -16,7 +16,7 @@ from edgemoe.experts.tiers.slots import SlotPool, SlotTransfer
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 E = 8
 

@@ -21,7 +21,7 @@ from edgemoe.policy.resolve import PEERS_EACH, WayAssignment, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, PeerCosts, RemoteCall
-from edgemoe.types.token_groups import TokenGroups
+from edgemoe.types.step import TokenGroups
 
 SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
 OURS, AWAY = 1, 3  # experts: on our disk, and at peers only

@@ -1,8 +1,8 @@
 """The leader's queue of offered requests: events in, actions out, no I/O. `RequestDesk` performs the actions.
 
 A `RoutingPolicy` assigns requests to engines. It sees the next request of each user, so that principals and their users
-take turns as in an engine's own queue (`policy.sjf`). A granted request counts as there until its engine reports it.
-Offers expire; the requests themselves stay with their fronts, so nothing is lost with this queue.
+take turns as in an engine's own queue (`engine.fairness`). A granted request counts as there until its engine
+reports it. Offers expire; the requests themselves stay with their fronts, so nothing is lost with this queue.
 """
 
 from __future__ import annotations

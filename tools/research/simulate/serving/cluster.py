@@ -14,7 +14,7 @@ from typing import Literal
 
 from edgemoe.engine.fairness import FairnessAccounts
 from edgemoe.policy.routing.offers import RecentDispatches, RoutingPolicy, RoutingTarget, WaitingRequest
-from edgemoe.types.principal import NOBODY
+from edgemoe.types.request import NOBODY
 from tools.research.simulate.serving.prefixes import PrefixCache
 from tools.research.simulate.serving.simulated_engine import Engine, EngineShape, Job
 

@@ -1,4 +1,4 @@
-"""One simulated engine: its queue, in the daemon's order (`policy.sjf`), its steps, and its view for routers."""
+"""One simulated engine: its queue, in the daemon's order (`queue_order`), its steps, and its view for routers."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.sjf import LEAD_S, keys, order
+from edgemoe.engine.fairness import LEAD_S, head_keys, queue_order
 
 K = 1500.0
 WAITING = st.lists(st.tuples(st.integers(1, 40_000), st.floats(0, 600)), min_size=1, max_size=40)
 
 
 def ordered(tokens: list[int], waited: list[float], rule: str) -> list[int]:
-    return order(np.array(tokens), np.array(waited), rule, K).tolist()  # type: ignore[arg-type]
+    return queue_order(np.array(tokens), np.array(waited), rule, K).tolist()  # type: ignore[arg-type]
 
 
 @given(WAITING)
@@ -45,8 +45,8 @@ def test_equals_go_in_order_of_arrival() -> None:
 
 def test_between_users_the_least_served_goes_first() -> None:
     heads, heading = np.array([100, 100]), np.zeros(2)
-    assert keys(heads, np.array([500.0, 0.0]), heading, K).argmin() == 1
-    assert keys(heads, np.array([0.0, 500.0]), heading, K).argmin() == 0
+    assert head_keys(heads, np.array([500.0, 0.0]), heading, K).argmin() == 1
+    assert head_keys(heads, np.array([0.0, 500.0]), heading, K).argmin() == 0
 
 
 @given(st.integers(1, 40_000), st.floats(0, 1e12), st.integers(1, 40_000))
@@ -55,4 +55,4 @@ def test_after_the_stated_bound_no_newcomer_overtakes_the_head_of_a_line(
 ) -> None:
     bound_s = tokens / K + LEAD_S
     heads, leads, heading = np.array([newcomer, tokens]), np.array([0.0, lead]), np.array([0.0, bound_s + 1e-6])
-    assert keys(heads, leads, heading, K).argmin() == 1
+    assert head_keys(heads, leads, heading, K).argmin() == 1
