@@ -78,9 +78,11 @@ LAYERS: dict[str, set[str]] = {
     "api.field_names": {"errors"},
     "api.peer_formats": {"errors"},
     "api.custom_tools": {"types"},
-    "api.peer_fields": {"errors", "api.custom_tools", "api.peer_formats"},
+    "api.spellings": {"api.peer_formats"},
+    "api.peer_fields": {"errors", "api.custom_tools", "api.peer_formats", "api.spellings"},
     "api.schema_forms": set(),
-    "api.schema": {"types", "errors", "api.body_bounds", "api.field_names", "api.peer_fields", "api.schema_forms"},
+    "api.schema": {"types", "errors", "api.body_bounds", "api.field_names", "api.peer_fields", "api.schema_forms"}
+    | {"api.spellings"},
     "api.backend": {"types", "errors"},
     "api.api_keys": {"types", "durable", "errors"},
     "api.metrics": {"types", "errors", "api.backend"},

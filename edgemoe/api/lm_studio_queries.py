@@ -13,7 +13,7 @@ from edgemoe.api.resources import Api, ListedModel
 from edgemoe.api.schema import read
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
-from edgemoe.types.model_info import commonest_first
+from edgemoe.types.model_info import asked_names, commonest_first, plain_name
 from edgemoe.types.request import Principal
 
 _FETCHES = "download is not supported: `edgemoe pull` fetches models"
@@ -49,7 +49,7 @@ async def unload(request: Request) -> Response:
         raise InvalidRequest("instance_id is required", param="instance_id", code="missing_required_parameter")
     model = await api.find_listed(name)
     if api.models is None or model.is_pinned:
-        if name.lower() != model.name.lower():
+        if plain_name(model.name) not in asked_names(name):
             raise ModelNotFound(f"the model {name!r} is not served here", param="instance_id")
         raise InvalidRequest(f"{model.name} stays loaded: it is pinned, or the only model", param="instance_id")
     await api.models.release(name)

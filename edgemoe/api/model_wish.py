@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.api.peer_fields import bare_scalar
 from edgemoe.api.schema import MAX_ANSWERS
+from edgemoe.api.spellings import bare_scalar, bare_truth
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS
 
@@ -72,7 +72,7 @@ def read_wish(raw: bytes) -> ModelWish:
     return ModelWish(
         body.model or more.model,
         keep_s,
-        is_stream=bare_scalar(stream) == b"true",
+        is_stream=bare_truth(stream) == b"true",
         others=_others(models),
         choices=max(_count(bytes(one)) for one in (body.n, body.n_cmpl, more.n, more.n_cmpl)),
     )
@@ -100,7 +100,7 @@ def read_ollama_wish(raw: bytes) -> ModelWish:
         return NO_WISH
     keep_s = None if body.keep_alive is None else seconds_of(body.keep_alive)
     is_empty = all(bytes(part) in EMPTY for part in (body.messages, body.prompt, body.suffix))
-    is_stream = bare_scalar(bytes(body.stream)) != b"false"
+    is_stream = bare_truth(bytes(body.stream)) != b"false"
     return ModelWish(body.model or body.name, keep_s, unloads=is_empty and keep_s == 0, is_stream=is_stream)
 
 

@@ -7,15 +7,14 @@ OpenRouter, Together, Fireworks, DashScope and z.ai.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import inspect
 
 from edgemoe.api.custom_tools import custom_function
 from edgemoe.api.peer_formats import NULL, Fields, decoded, encoded, read_format
+from edgemoe.api.spellings import SCALAR, bare_scalar, read_spellings
 from edgemoe.errors import InvalidRequest
 
 ALL_TOKENS = b"2147483648"  # more than any context has
@@ -91,10 +90,7 @@ def read_peer_fields(fields: Fields, kind: type[msgspec.Struct]) -> dict[str, st
         given = next((alias for alias in aliases if alias in fields and alias not in own), "")
         if name in own and given and _is_absent(fields, name):
             fields[name], clients[name] = fields[given], given
-    for name in scalar_fields(kind) & fields.keys():
-        fields[name] = bare_scalar(fields[name])
-    for name in _whole_fields(kind) & fields.keys():
-        fields[name] = _whole(fields[name])
+    read_spellings(fields, kind)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "top_k"):
         if name in own and type(many := decoded(fields.get(name, NULL))) is int and many > int(ALL_TOKENS):
             fields[name] = ALL_TOKENS
@@ -150,66 +146,6 @@ MAX_BIASES, MAX_TEXT_BIASES = 4096, 256
 TOKEN_ID = re.compile(r"\s*\d+\s*")
 
 
-# --- whole numbers ------------------------------------------------------------------------------------------------
-
-
-@cache
-def _whole_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Returns the fields of a kind of body that hold whole numbers, or lists of them."""
-    return _fields_of(kind, _is_whole)
-
-
-def _fields_of(kind: type[msgspec.Struct], is_wanted: Callable[[inspect.Type], bool]) -> frozenset[str]:
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType)
-    return frozenset(field.name for field in described.fields if is_wanted(field.type))
-
-
-def _is_whole(described: inspect.Type) -> bool:
-    if isinstance(described, inspect.UnionType):
-        return any(map(_is_whole, described.types)) and not any(
-            isinstance(one, inspect.FloatType) for one in described.types
-        )
-    if isinstance(described, inspect.ListType):
-        return _is_whole(described.item_type)
-    return isinstance(described, inspect.IntType)
-
-
-def _whole(raw: bytes) -> bytes:
-    """Returns a number, or lists of numbers, with floats such as 6.0 as whole numbers."""
-    if raw[:1] == b'"' or not any(mark in raw for mark in (b".", b"e", b"E")):
-        return raw
-    return encoded(_without_floats(msgspec.json.decode(raw)))
-
-
-def _without_floats(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_floats(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-@cache
-def scalar_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Returns the fields of a kind of body that hold one number, or true or false."""
-    return _fields_of(kind, _is_scalar)
-
-
-def _is_scalar(described: inspect.Type) -> bool:
-    if isinstance(described, inspect.UnionType):
-        return all(isinstance(one, inspect.NoneType) or _is_scalar(one) for one in described.types)
-    return isinstance(described, inspect.IntType | inspect.FloatType | inspect.BoolType)
-
-
-def bare_scalar(raw: bytes) -> bytes:
-    """Returns a value without the quotes that some clients put around numbers, true and false."""
-    bare = raw[1:-1].lower() if raw[:1] == b'"' and len(raw) <= MAX_SCALAR_BYTES else b""
-    return bare if SCALAR.fullmatch(bare) else raw
-
-
-MAX_SCALAR_BYTES = 32
-SCALAR = re.compile(rb"-?(?:0|[1-9]\d*)(?:\.\d+)?|true|false")
-
-
 # --- log probabilities and biases ---------------------------------------------------------------------------------
 
 
@@ -254,7 +190,7 @@ def _read_logprobs(fields: Fields, own: frozenset[str]) -> None:
     """Reads a chat's log probabilities given as their number, and a completion's given as n_probs."""
     given = decoded(fields.get("logprobs", NULL))
     if "top_logprobs" not in own:  # a completion: their number
-        if given is None and (most := decoded(fields.get("n_probs", NULL))):
+        if given is None and (most := decoded(bare_scalar(fields.get("n_probs", NULL)))):
             fields["logprobs"] = encoded(most)
         if given is False:
             fields["logprobs"] = NULL

@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, structs
 
 from edgemoe.api.body_bounds import check_parts, check_values
 from edgemoe.api.field_names import FieldNames
-from edgemoe.api.peer_fields import MAX_BIASES, MAX_TEXT_BIASES, bare_scalar, read_peer_fields, unwrap_extra_body
+from edgemoe.api.peer_fields import MAX_BIASES, MAX_TEXT_BIASES, read_peer_fields, unwrap_extra_body
 from edgemoe.api.schema_forms import object_schema
+from edgemoe.api.spellings import FALSE, TRUE, bare_scalar
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_MODELS, Repetition
 
@@ -38,6 +39,7 @@ StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 SchemaOrText = dict[str, Any] | bool | str  # a JSON Schema, or JSON text of one
+Truth = bool | float | str  # once read a bool
 
 # field -> values without effect; any other is refused. OpenAI's fields first, then other servers' fields.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -96,11 +98,26 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+class WithTruths(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a body whose true and false may be numbers or texts."""
+
+    truths: ClassVar[tuple[str, ...]] = ()  # its fields that are a Truth
+
+    def __post_init__(self) -> None:
+        for name in self.truths:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                if (word := str(value).lower()) not in (*TRUE, *FALSE):
+                    raise ValueError(f"{name}: Expected `bool | null`, got `{type(value).__name__}`")
+                structs.force_setattr(self, name, word in TRUE)
+
+
+class JsonSchema(WithTruths, frozen=True, kw_only=True):
+    truths = ("strict",)
     name: str | None = None
     schema: SchemaOrText | None = None
     schema_definition: SchemaOrText | None = None  # Mistral's name of `schema`
-    strict: bool | Literal["true", "false"] | None = None  # LM Studio's documentation has it as text
+    strict: Truth | None = None
 
     @property
     def own_schema(self) -> dict[str, Any] | bool | str | None:
@@ -108,13 +125,14 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
         return self.schema_definition if self.schema is None else self.schema
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseFormat(WithTruths, frozen=True, kw_only=True):
     """A format to constrain the answer to. `type` says which of the other fields counts."""
 
+    truths = ("strict",)
     type: str
     json_schema: JsonSchema | None = None
     schema: SchemaOrText | None = None  # of json_object and json_schema, as Together and llama.cpp have it
-    strict: bool | None = None
+    strict: Truth | None = None
     regex: str | None = None
     pattern: str | None = None  # another name of regex
     grammar: str | None = None  # GBNF or Lark
@@ -150,17 +168,20 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     models: Annotated[list[Label], Meta(max_length=MAX_MODELS)] | None = None  # others, as OpenRouter has them
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    include_usage: bool | None = None
+class StreamOptions(WithTruths, frozen=True, kw_only=True):
+    truths = ("include_usage",)
+    include_usage: Truth | None = None
 
 
-class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Function(WithTruths, frozen=True, kw_only=True, omit_defaults=True):
+    truths = ("strict",)
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Any = None  # a schema of an object, or JSON text of one; once read a dict, or None
-    strict: bool | None = None
+    strict: Truth | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             structs.force_setattr(self, "parameters", object_schema(self.parameters))
         except ValueError as error:
@@ -224,14 +245,15 @@ ROLES: dict[str, Role] = {  # by other servers' names
 }
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(WithTruths, frozen=True, kw_only=True):
+    truths = ("prefix", "partial")
     role: str  # once read a Role
     content: (
         str | Annotated[list[Any], Meta(max_length=MAX_CONTENT_PARTS)] | dict[str, Any] | int | float | bool | None
     ) = None  # a list has texts and ContentParts; a tool's result may be any JSON
     name: Label | None = None
-    prefix: bool | None = None  # the answer goes on with this message, as DeepSeek and Mistral have it
-    partial: bool | None = None  # likewise, as Qwen and Kimi have it
+    prefix: Truth | None = None  # the answer goes on with this message, as DeepSeek and Mistral have it
+    partial: Truth | None = None  # likewise, as Qwen and Kimi have it
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
     tool_calls: Annotated[list[PastToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
@@ -239,6 +261,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.role not in ROLES or ROLES[self.role] != self.role:
             if (role := ROLES.get(self.role.lower())) is None:
                 raise ValueError(f"role: Invalid enum value {self.role[:64]!r}")
@@ -425,7 +448,9 @@ def _read(make: Callable[[], T]) -> T:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-_INNER = re.compile(r"((?:content|parameters|role)[\w.\[\]]*): ")  # the path of a fault that a struct itself found
+_INNER = re.compile(
+    r"((?:content|parameters|role|[a-z_]+(?=: Expected `bool))[\w.\[\]]*): "
+)  # the path of a fault that a struct itself found
 
 
 def _code(reason: str) -> str:

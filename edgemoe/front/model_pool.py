@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick
 from edgemoe.types.json_object import Json
-from edgemoe.types.model_info import loading_text, plain_name
+from edgemoe.types.model_info import asked_names, loading_text, plain_name
 
 if TYPE_CHECKING:
     from edgemoe.front.distant_models import DistantModel
@@ -121,12 +122,11 @@ class ModelPool:
         """Returns the model that a request names, in any case. Raises ModelNotFound, which lists the names."""
         if not name:
             return self.first
-        plain, aliases = plain_name(name), self._settings.api.aliases
-        for host in self.hosts.values():
-            if plain_name(host.name) == plain:
-                return host
-        if ANY_MODEL in aliases or plain in map(plain_name, aliases):
-            return self.first
+        hosts = {plain_name(host.name): host for host in self.hosts.values()}
+        known = dict.fromkeys(map(plain_name, self._settings.api.aliases), self.first) | hosts
+        host = next((known[plain] for plain in asked_names(name) if plain in known), known.get(ANY_MODEL))
+        if host is not None:
+            return host
         served = [*self.hosts, *(model.name for model in self._distant())]
         raise ModelNotFound(
             f"the model {name!r} is not served here; these are: {', '.join(map(repr, served))}", param="model"
@@ -139,20 +139,17 @@ class ModelPool:
         found = cluster.distant.models() if cluster is not None else {}
         return [model for name, model in found.items() if name not in own]
 
-    def _distant_one(self, name: str | None) -> DistantModel | None:
-        return (
-            next((one for one in self._distant() if plain_name(one.name) == plain_name(name)), None) if name else None
-        )
+    def _distant_one(self, *asked: str | None) -> DistantModel | None:
+        """Returns the model of other boxes that the first known name stands for; None where it is one of this box."""
+        own = set(map(plain_name, (*self.hosts, *self._settings.api.aliases)))
+        distant = {plain_name(one.name): one for one in self._distant()}
+        plain = chain.from_iterable(map(asked_names, filter(None, asked)))
+        return distant.get(next((name for name in plain if name in own or name in distant), ""))
 
     def elsewhere(self, wish: ModelWish) -> DistantAnswer | None:
         """Returns the way to an answer by other boxes; None where the wish is for this one."""
-        own = set(map(plain_name, (*self.hosts, *self._settings.api.aliases)))
-        for name in filter(None, (wish.name, *wish.others)):
-            if plain_name(name) in own:
-                return None
-            if (model := self._distant_one(name)) is not None and (cluster := self._doors.cluster()) is not None:
-                return partial(cluster.distant.answer, model)
-        return None
+        model, cluster = self._distant_one(wish.name, *wish.others), self._doors.cluster()
+        return None if model is None or cluster is None else partial(cluster.distant.answer, model)
 
     def find_any(self, wish: ModelWish) -> ModelHost:
         """Returns the model that a request names, or the first of the others that is served. Raises ModelNotFound."""

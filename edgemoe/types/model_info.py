@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from edgemoe.types.bounds import Bytes, Count, LayerBytes, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
 
 LATEST = ":latest"
+MAX_PLACES = 3  # before the slashes of a client's name: openrouter/openai/NAME
 OLLAMA_PLACES = ("registry.ollama.ai/", "library/")  # of its own models, which names may leave out
 
 
@@ -51,6 +52,19 @@ def plain_name(name: str) -> str:
     for place in OLLAMA_PLACES:
         plain = plain.removeprefix(place)
     return plain
+
+
+def asked_names(name: str) -> Iterator[str]:
+    """Yields the plain names that a client's name may stand for, the whole first.
+
+    Client libraries leave a provider in front, and other servers name models with their publishers.
+    """
+    plain = plain_name(name)
+    for _ in range(MAX_PLACES + 1):
+        yield plain
+        _, slash, plain = plain.partition("/")
+        if not slash or not plain:
+            return
 
 
 def loading_text(at: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from edgemoe.api.dialects.tool_calls import OutputPiece, ToolCall
 from edgemoe.api.endpoints.anthropic import MessagesBody, _tool_use, as_chat
-from edgemoe.api.schema import convert
+from edgemoe.api.schema import convert, read
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable
 from edgemoe.front.main import Front
@@ -144,6 +144,44 @@ async def test_an_effort_and_thinking_reach_the_template() -> None:
     body = {**say("x"), "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}
     chat, _ = as_chat(convert(body, MessagesBody))
     assert (chat.reasoning_effort, chat.chat_template_kwargs) == ("high", {"enable_thinking": True})
+
+
+@pytest.mark.parametrize("role", ["developer", "System", "USER", "human", "model", "ai", "bot", "assistant"])
+async def test_a_turn_may_have_another_servers_role(http: httpx.AsyncClient, role: str) -> None:
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": role, "content": "hm"},
+        {"role": "user", "content": "SAY{y}END"},
+    ]
+    answer = await http.post("/v1/messages", json={"messages": turns, "max_tokens": 8})
+    assert answer.json()["content"][0]["text"] == "y", answer.text
+    for wrong in ("tool", "function", "wizard", ""):
+        turns[1]["role"] = wrong
+        refused = await http.post("/v1/messages", json={"messages": turns, "max_tokens": 8})
+        assert (refused.status_code, "messages[1].role" in refused.text) == (400, True)
+
+
+SAY: Any = {"type": "text", "text": "SAY{y}END"}
+
+
+@pytest.mark.parametrize("content", ["SAY{y}END", [SAY], SAY, ["SAY{", "y}END"], [SAY, ""]])
+async def test_a_turn_may_be_a_text_or_blocks(http: httpx.AsyncClient, content: Any) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "stop_sequences": "z"}
+    assert (await http.post("/v1/messages", json=body)).json()["content"][0]["text"] == "y"
+    for wrong, where in ((5, "content"), ([5], "content[0]"), ([SAY, None], "content[1]")):
+        body["messages"] = [{"role": "user", "content": wrong}]
+        refused = await http.post("/v1/messages", json=body)
+        assert (refused.status_code, f"messages[0].{where}" in refused.text) == (400, True), refused.text
+
+
+@pytest.mark.parametrize(
+    ("thinking", "on"), [(True, True), ("on", True), (1, True), ("high", True), (False, False), (0, False), ({}, False)]
+)
+async def test_thinking_may_be_a_switch(thinking: Any, on: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "thinking": thinking}
+    chat, _ = as_chat(read(json.dumps(body).encode(), MessagesBody))
+    assert chat.chat_template_kwargs is not None
+    assert chat.chat_template_kwargs["enable_thinking"] is on
 
 
 async def test_the_block_that_bills_claude_code_is_not_shown_to_the_model() -> None:

@@ -17,15 +17,28 @@ from support.api_tables import fields, rows, spans
 from support.grammars import response_grammar
 
 from edgemoe.api.anthropic_models import models_page
-from edgemoe.api.endpoints.anthropic import MessagesBody
+from edgemoe.api.endpoints.anthropic import MessagesBody, OfferedTool, ToolChoice
 from edgemoe.api.endpoints.lm_studio import LmStudioChat
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
-from edgemoe.api.endpoints.responses import ResponsesBody
+from edgemoe.api.endpoints.responses import ResponsesBody, TextFormat
 from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.llama_bodies import Infill, LlamaCompletion
 from edgemoe.api.model_wish import read_ollama_wish, read_wish
-from edgemoe.api.schema import REFUSED, Chat, Completion, Tokenize, read
+from edgemoe.api.schema import (
+    REFUSED,
+    Chat,
+    ChatMessage,
+    Completion,
+    Function,
+    JsonSchema,
+    ResponseFormat,
+    StreamOptions,
+    Tokenize,
+    read,
+)
+from edgemoe.api.spellings import empty_values
 from edgemoe.errors import InvalidRequest
+from edgemoe.types.model_info import asked_names
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 SAID = [{"role": "user", "content": "SAY{one two}END"}]
@@ -40,8 +53,14 @@ OLLAMA: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "tiny", "messages": SAID},
     "/api/generate": {"model": "tiny", "prompt": "SAY{one two}END"},
 }
-STREAMS = [{"stream": True}, {"stream": "true"}, {"stream": "True"}, {"extra_body": {"stream": True}}]
-WHOLES = [{}, {"stream": None}, {"stream": False}, {"stream": "false"}, {"extra_body": {"stream": False}}]
+SPELLED = [
+    ([json.loads(one) for one in spans(cell)], of, meant)
+    for cell, of, meant in rows("value | of a field that | is read as")
+]
+TRUE, FALSE = (next(values for values, _, meant in SPELLED if meant == truth) for truth in ("`true`", "`false`"))
+EMPTY = {of.partition(",")[0]: values[0] for values, of, meant in SPELLED if meant == "absent"}
+STREAMS = [{"stream": True}, {"extra_body": {"stream": "yes"}}, *({"stream": one} for one in TRUE)]
+WHOLES = [{}, {"extra_body": {"stream": 0}}, *({"stream": one} for one in (None, False, *FALSE, ""))]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -60,13 +79,13 @@ async def test_an_answer_is_a_stream_by_every_spelling(
 
 
 @pytest.mark.parametrize("path", OLLAMA)
-@pytest.mark.parametrize("value", ["absent", None, True, "true", False, "false"])
+@pytest.mark.parametrize("value", ["absent", None, True, *TRUE, "", False, *FALSE])
 async def test_ollamas_answer_is_a_stream_unless_it_shall_not_be(
     http: httpx.AsyncClient, path: str, value: Any
 ) -> None:
     body = OLLAMA[path] | ({} if value == "absent" else {"stream": value})
     answer = await http.post(path, json=body)
-    kind = value not in (False, "false")
+    kind = value not in (False, *FALSE)
     assert (answer.headers["content-type"] == "application/x-ndjson") == kind == (len(answer.text.splitlines()) > 1)
     assert read_ollama_wish(json.dumps(body).encode()).is_stream == kind
 
@@ -78,15 +97,29 @@ async def test_a_mark_of_byte_order_before_a_body_is_skipped(http: httpx.AsyncCl
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("name", ["tiny", "TINY", "tiny:latest", "Tiny:LATEST", "", None])
-async def test_a_model_is_named_in_any_case_with_ollamas_tag_or_not_at_all(
-    http: httpx.AsyncClient, name: str | None
-) -> None:
-    for path, body in BODIES.items():
-        assert (await http.post(path, json=body | {"model": name})).status_code == 200
+NAMES = [(span, meaning) for cell, meaning in rows("name in a request | is") for span in spans(cell)]
+
+
+@pytest.mark.parametrize(("span", "meaning"), NAMES)
+async def test_a_model_is_named_as_the_table_says(http: httpx.AsyncClient, span: str, meaning: str) -> None:
+    name = json.loads(span) if span[0] == '"' else span.replace("NAME", "Tiny").replace("name", "tiny")
+    status = 404 if "404" in meaning else 200
+    for path, body in (BODIES | OLLAMA).items():
+        answer = await http.post(path, json=body | {"model": name})
+        assert answer.status_code == (400 if path in OLLAMA and not name else status), answer.text
+        assert status == 404 or path in OLLAMA or answer.json().get("model", "tiny") == "tiny", (
+            "answers name it as it is"
+        )
     if name:
-        assert (await http.get(f"/v1/models/{name}")).json()["id"] == "tiny"
-    assert (await http.post("/v1/chat/completions", json={"messages": SAID, "model": "tiny:7b"})).status_code == 404
+        found = await http.get(f"/v1/models/{name.rstrip('/')}" if status == 200 else f"/v1/models/{name}x")
+        assert found.status_code == status
+        assert status == 404 or found.json()["id"] == "tiny"
+
+
+async def test_a_name_stands_for_few_others() -> None:
+    assert list(asked_names("A/b/C/d/e")) == ["a/b/c/d/e", "b/c/d/e", "c/d/e", "d/e"]
+    assert list(asked_names("a/")) == ["a/"]
+    assert list(asked_names("/" * 100_000))[1:] == ["/" * 99_999, "/" * 99_998, "/" * 99_997]
 
 
 PATHS = [(span, spans(target)[0]) for cell, target in rows("path | served as") for span in spans(cell)]
@@ -130,6 +163,77 @@ async def test_null_is_absent_in_every_field_that_may_be_absent(kind: type[msgsp
             if not field.required:
                 hint = get_type_hints(struct.cls, include_extras=True)[field.name]
                 msgspec.convert(None, hint)  # raises where null is refused
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+async def test_an_empty_value_of_another_type_is_absent(kind: type[msgspec.Struct]) -> None:
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    needed = {"messages": SAID, "prompt": "x", "input": "x"}
+    body = {field.name: needed[field.name] for field in described.fields if field.required}
+    for field in described.fields:
+        for value in EMPTY.values() if not field.required else ():
+            if json.dumps(value).encode() in empty_values(kind)[field.name]:
+                assert read(json.dumps(body | {field.name: value}).encode(), kind) == read(
+                    json.dumps(body).encode(), kind
+                )
+    assert body.keys().isdisjoint(empty_values(kind))
+
+
+EMPTIES = {
+    "is no text": ("temperature", "seed", "n", "stream", "logprobs", "stop_token_ids", "stream_options", "tools"),
+    "is an object": ("logit_bias", "response_format", "stream_options", "chat_template_kwargs"),
+    "is a list": ("tools", "stop", "stop_token_ids", "models"),
+}
+
+
+@pytest.mark.parametrize(("of", "value"), EMPTY.items(), ids=str)
+async def test_an_empty_value_changes_no_answer(http: httpx.AsyncClient, of: str, value: Any) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
+        for name in EMPTIES[of]:
+            answer = await http.post(path, json=BODIES[path] | {name: value})
+            assert (answer.status_code, "one two" in answer.text) == (200, True), f"{name}: {answer.text}"
+    for name, wrong in (("cache_salt", ""), ("cache_salt", []), ("temperature", []), ("user", {}), ("seed", {})):
+        refused = await http.post("/v1/completions", json=BODIES["/v1/completions"] | {name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+NESTED: list[tuple[type[msgspec.Struct], str]] = [
+    (TextFormat, "strict"),
+    (StreamOptions, "include_usage"),
+    (Function, "strict"),
+    (JsonSchema, "strict"),
+    (ResponseFormat, "strict"),
+    (ChatMessage, "prefix"),
+    (ChatMessage, "partial"),
+    (OfferedTool, "strict"),
+    (ToolChoice, "disable_parallel_tool_use"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NESTED, ids=str)
+async def test_true_and_false_within_a_part_may_be_numbers_or_texts(kind: type[msgspec.Struct], name: str) -> None:
+    need = {"name": "f", "type": "auto", "role": "user"}
+    for values, meant in ((TRUE, True), (FALSE, False), ([True], True), ([False], False), ([None], None)):
+        for value in values:
+            assert getattr(msgspec.convert(need | {name: value}, kind), name) is meant
+    wrongs: list[Any] = ["maybe", 2, [1]]
+    for wrong in wrongs:
+        with pytest.raises(msgspec.ValidationError, match="Expected `bool"):
+            msgspec.convert(need | {name: wrong}, kind)
+
+
+async def test_every_part_with_true_or_false_is_tried() -> None:
+    found = [struct for kind in KINDS for struct in structs_in(inspect.type_info(kind), set())]
+    truths = {(one.cls, name) for one in found for name in getattr(one.cls, "truths", ())}
+    assert truths == set(NESTED)
+    plain = {(one.cls, field.name) for one in found for field in one.fields if is_truth(field.type)}
+    assert {kind for kind, _ in plain} <= set(KINDS), "a body's own fields are read by another way"
+
+
+def is_truth(kind: inspect.Type) -> bool:
+    types = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return {type(one) for one in types} <= {inspect.BoolType, inspect.NoneType}
 
 
 @pytest.mark.parametrize("value", [2**31, 2**31 + 1, 10**12, 1e12, str(10**12), 10**30])
@@ -322,12 +426,6 @@ async def test_llama_cpps_router_loads_and_names_states(http: httpx.AsyncClient)
     for path in ("/props", "/slots/0?action=save", "/lora-adapters"):
         refused = await http.post(path, json={})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_endpoint")
-
-
-@pytest.mark.parametrize("name", ["library/tiny", "registry.ollama.ai/library/tiny:latest", "Library/Tiny"])
-async def test_ollamas_longer_names_are_the_models(http: httpx.AsyncClient, name: str) -> None:
-    assert (await http.post("/api/show", json={"model": name})).status_code == 200
-    assert (await http.get(f"/v1/models/{name}")).json()["id"] == "tiny"
 
 
 # --- tools and their results ---------------------------------------------------------------------------------------

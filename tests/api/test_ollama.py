@@ -123,13 +123,22 @@ class Fields:
             await asked.refused("model is required", path, model="")
 
     async def messages(self, asked: Asked) -> None:
-        for none in ([], None):
+        for none in ([], None, {}):
             found = await asked.chat(messages=none)
             assert (found["done"], found["done_reason"], found["message"]["content"]) == (True, "load", "")
         roles = [{"role": "System", "content": "be"}, *USER, {"role": "tool", "content": "sun"}]
         await asked.chat(messages=roles)
         assert "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\n" in asked.prompt()
         await asked.refused("messages[0].role", messages=[{"role": "wizard", "content": "x"}])
+        text, image = {"type": "text", "text": "SAY{two}END"}, {"type": "image_url", "image_url": {"url": "data:,"}}
+        for content in ([text], text, ["SAY{", "two}END"]):
+            assert (await asked.chat(messages=[{"role": "user", "content": content}]))["message"]["content"] == "two"
+        await asked.refused("messages[0].content[1]", messages=[{"role": "user", "content": [text, image]}])
+        await asked.chat(messages=[{"role": "user", "content": [text, image]}, *USER])
+        assert "[image_url left out" in asked.prompt()
+        await asked.chat(messages=[{"role": "user", "content": [text], "images": ["iVBORw0KGgo="]}, *USER])
+        assert "SAY{two}END[image left out" in asked.prompt()
+        await asked.refused("messages[0].content", messages=[{"role": "user", "content": 5}])
         await asked.chat(messages=[*USER, {"role": "assistant", "content": "Well, "}])
         assert asked.prompt().endswith("<|im_start|>assistant\nWell, ")
 
@@ -183,9 +192,24 @@ class Fields:
     async def think(self, asked: Asked) -> None:
         ends = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         for ask in (asked.chat, asked.generate):
-            ons = (True, "true", "True", 1, "on", "low", "HIGH", "max", "xhigh", "minimal", "", None)
+            ons = (
+                True,
+                "true",
+                "True",
+                1,
+                "on",
+                "low",
+                "HIGH",
+                "max",
+                "xhigh",
+                "minimal",
+                "",
+                None,
+                {},
+                {"type": "enabled"},
+            )
             for off, think in (
-                *((True, one) for one in (False, "false", 0, "off", "none")),
+                *((True, one) for one in (False, "false", 0, "off", "none", {"type": "disabled"})),
                 *((False, one) for one in ons),
             ):
                 await ask(think=think)
@@ -197,7 +221,7 @@ class Fields:
         assert "".join(line["message"].get("thinking", "") for line in lines) == "hm, yes"
         found = await asked.generate(prompt=said[0]["content"], think=True)
         assert (found["thinking"], found["response"]) == ("hm, yes", "hello")
-        for wrong in ("a lot", 2, [], {"type": []}):
+        for wrong in ("a lot", 2, [1], {"type": "a lot"}):
             await asked.refused("think", think=wrong)
 
     async def tools(self, asked: Asked) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.api_tables import DOCUMENT, fields, rows, spans
 from support.grammars import response_grammar
 
-from edgemoe.api import peer_fields, peer_formats
+from edgemoe.api import peer_fields, peer_formats, spellings
 from edgemoe.api.endpoints.anthropic import MessagesBody
 from edgemoe.api.endpoints.chat_completions import _template_variables, offered_tools
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
@@ -116,7 +116,7 @@ def test_a_value_means_what_the_table_says(span: str, meaning: str) -> None:
         assert (asked.logprobs, asked.top_logprobs) == (True, expected["top_logprobs"])
 
 
-WHOLE = [(kind, name) for kind in BASE for name in sorted(peer_fields._whole_fields(kind))]
+WHOLE = [(kind, name) for kind in BASE for name in sorted(spellings.whole_fields(kind))]
 
 
 @pytest.mark.parametrize(("kind", "name"), WHOLE, ids=lambda value: getattr(value, "__name__", value))
@@ -128,7 +128,7 @@ def test_whole_numbers_may_be_floats(kind: type[msgspec.Struct], name: str) -> N
         body(kind, {name: [6.5] if of_lists else 6.5})
 
 
-SCALARS = [(kind, name) for kind in BASE for name in sorted(peer_fields.scalar_fields(kind))]
+SCALARS = [(kind, name) for kind in BASE for name in sorted(spellings.scalar_fields(kind))]
 
 
 @pytest.mark.parametrize(("kind", "name"), SCALARS, ids=lambda value: getattr(value, "__name__", value))

@@ -147,7 +147,7 @@ async def test_a_prompt_longer_than_the_context_says_by_how_much(http: httpx.Asy
         ("n", 0, "invalid_value"),
         ("stop", ["x"] * 17, "invalid_value"),
         ("temperature", "hot", "invalid_type"),
-        ("stream", 1, "invalid_type"),
+        ("stream", 2, "invalid_type"),
         ("tools", [{"type": "function"}], "missing_required_parameter"),
     ],
 )

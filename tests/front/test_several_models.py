@@ -126,6 +126,15 @@ async def test_a_name_is_found_in_any_case_and_an_unknown_one_is_told_the_names(
         for path in ("/api/show", "/api/pull"):
             assert (await client.post(path, json={"model": "three"})).status_code == 404
         assert states(front)["one:7b"] == "unloaded"
+        assert (await ask(client, "openai/one:7b")).json()["model"] == "one:7b"
+
+
+async def test_a_whole_name_comes_before_one_without_its_first_part(tmp_path: Path, model_dir: Path) -> None:
+    async with serving(several(tmp_path, model_dir, {"big": {}, "acme/big": {}})) as (_, client):
+        for name in ("acme/big", "ACME/Big:latest", "openai/acme/big"):
+            assert (await ask(client, name)).json()["model"] == "acme/big"
+        for name in ("big", "openai/big", "acme/other/big"):
+            assert (await ask(client, name)).json()["model"] == "big"
 
 
 async def test_a_model_is_unloaded_once_it_idles_for_so_long(tmp_path: Path, model_dir: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from edgemoe.api import schema
 from edgemoe.api.dialects.tool_calls import OutputPiece, completed_object
@@ -31,19 +31,43 @@ Blocks = Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_CONTENT_PART
 
 
 class MessageTurn(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["user", "assistant", "system"]  # system: the app's own words between the turns
-    content: str | Blocks
+    role: str  # once read one of TURNS; "system" is for the app's own words between the turns
+    content: str | Annotated[list[Any], Meta(max_length=schema.MAX_CONTENT_PARTS)] | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (role := TURNS.get(self.role.lower())) is None:
+            raise ValueError(f"role: Invalid enum value {self.role[:64]!r}")
+        structs.force_setattr(self, "role", role)
+        if not isinstance(self.content, str):
+            given = self.content or []
+            blocks = [_block(block, at) for at, block in enumerate([given] if isinstance(given, dict) else given)]
+            structs.force_setattr(self, "content", blocks)
 
 
-class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
+TURNS = {name: role for name, role in schema.ROLES.items() if role in ("user", "assistant", "system")} | {
+    "developer": "system"
+}
+
+
+def _block(block: Any, at: int) -> Json:
+    """Returns a block of a turn, which may be a text. Raises ValueError."""
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    if not isinstance(block, dict):
+        raise ValueError(f"content[{at}]: Expected `str | object`, got `{type(block).__name__}`")
+    return block
+
+
+class OfferedTool(schema.WithTruths, frozen=True, kw_only=True):
     """A tool of any kind. Tools of type "custom", or without a type, are the client's own functions."""
 
+    truths = ("strict",)
     name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: Any = None
     parameters: Any = None  # OpenAI's name of input_schema
-    strict: bool | None = None
+    strict: schema.Truth | None = None
     function: schema.Function | None = None  # of a tool in the form of chat completions
 
     @property
@@ -52,18 +76,19 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
         return self.type in (None, "custom", "function")
 
 
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ToolChoice(schema.WithTruths, frozen=True, kw_only=True):
+    truths = ("disable_parallel_tool_use",)
     type: Literal["auto", "any", "required", "tool", "function", "none"]
     name: str | None = None
     function: schema.NamedFunction | None = None  # in the form of chat completions
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: schema.Truth | None = None
 
 
 OFF = ("disabled", "between_tools")  # types of `thinking` that turn it off
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: str | None = None
     display: schema.Label | None = None
 
     @property
@@ -92,10 +117,10 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     max_tokens: schema.Tokens | None = None  # 0 computes the prompt alone, for later requests
     system: str | Blocks | None = None
-    stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
+    stop_sequences: schema.StopText | Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | schema.Label | None = None
-    thinking: ThinkingOptions | None = None
+    thinking: ThinkingOptions | bool | float | str | None = None  # a switch or an effort, as other servers have it
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # an earlier name of output_config.format
@@ -110,7 +135,7 @@ def prepare(context: RequestContext, raw: bytes) -> PreparedAnswer:
     chat, fields = as_chat(body)
     with fields.renamed():
         generation = chat_generation(chat, context, "msg", prompt_only=not body.max_tokens)
-    hides_thinking = body.thinking is not None and body.thinking.is_hidden
+    hides_thinking = isinstance(body.thinking, ThinkingOptions) and body.thinking.is_hidden
     return PreparedAnswer(generation, MessageFormat(generation, hides_thinking), bool(body.stream), fields)
 
 
@@ -129,7 +154,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, FieldNames]:
     if isinstance(choice, str):
         kind: Any = choice or "auto"
         choice = ToolChoice(type=kind) if kind in TOOL_CHOICES else ToolChoice(type="function", name=choice)
-    thinking = body.thinking is not None and body.thinking.type not in OFF
+    thinking = isinstance(body.thinking, ThinkingOptions) and body.thinking.type not in (None, *OFF)
     common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
@@ -186,7 +211,7 @@ def _turn(turn: MessageTurn, where: str, latest: bool) -> list[Json]:
         return [{"role": turn.role, "content": turn.content}]
     results: list[Json] = []
     own: Json = {"role": turn.role, "content": ""}
-    for at, block in enumerate(turn.content):
+    for at, block in enumerate(turn.content or ()):
         match block.get("type"):
             case "thinking":
                 own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking") or "")

@@ -19,14 +19,13 @@ from edgemoe.api.endpoints.chat_completions import chat_generation
 from edgemoe.api.endpoints.completions import completion_generation
 from edgemoe.api.endpoints.ollama_format import ChatLines, OllamaFormat, TextLines
 from edgemoe.api.field_names import FieldNames
-from edgemoe.api.generate.generation import ANY_MODEL, Generation, PreparedAnswer, RequestContext
+from edgemoe.api.generate.generation import Generation, PreparedAnswer, RequestContext
 from edgemoe.api.llama_bodies import LlamaCompletion, LooseChat
 from edgemoe.api.peer_fields import thinking_of
 from edgemoe.api.schema import read
 from edgemoe.api.text.infill import infill_marks
 from edgemoe.errors import InvalidRequest, ModelNotFound
 from edgemoe.types.json_object import Json
-from edgemoe.types.model_info import plain_name
 
 OPTIONS = (  # that are fields of a Chat, by this server's or another's names; others have no effect
     "num_predict",
@@ -68,7 +67,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: Any = None  # text; of a result any JSON
+    content: Any = None  # text, or a chat's parts; of a result any JSON
     thinking: str | None = None
     images: Annotated[list[Any], Meta(max_length=MAX_IMAGES)] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=schema.MAX_TOOL_CALLS)] | None = None
@@ -83,8 +82,8 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | Annotated[list[Any], Meta(max_length=0)] | None = None  # PHP writes no options as a list
-    think: bool | float | str | None = None
+    options: dict[str, Any] | None = None
+    think: bool | float | str | dict[str, Any] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -145,8 +144,7 @@ def served_name(asked: str | None, context: RequestContext) -> str:
     """
     if not asked:
         raise InvalidRequest("model is required", param="model", code="missing_required_parameter")
-    served = set(map(plain_name, (context.model, *context.aliases)))
-    if plain_name(asked) not in served and ANY_MODEL not in context.aliases:
+    if not context.serves(asked):
         raise ModelNotFound(f"model '{asked}' not found", param="model")
     return asked
 
@@ -210,7 +208,7 @@ def _chat(
         "think": body.think,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
-        **_sampling(dict(body.options or {})),
+        **_sampling(body.options or {}),
     }
     last = messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
@@ -228,7 +226,7 @@ def _completion(body: OllamaBody, prompt: str, context: RequestContext, stops: S
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "stop_token_ids": stops,
         "num_predict": ALL_TOKENS,
-        **_sampling(dict(body.options or {})),
+        **_sampling(body.options or {}),
     }
     with _names().renamed():
         return completion_generation(read(msgspec.json.encode(fields), LlamaCompletion), context)
@@ -288,13 +286,18 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Json]:
 
 def _content(message: OllamaMessage, at: int) -> Any:
     """Returns a message's content, with a note for images that the model cannot see. Raises InvalidRequest."""
-    if message.role.lower() != "tool" and not isinstance(message.content, str | None):
+    if message.role.lower() != "tool" and not isinstance(message.content, str | list | dict | None):
         where = f"messages[{at}].content"
         kind = type(message.content).__name__
-        raise InvalidRequest(f"{where}: Expected `str | null`, got `{kind}`", param=where, code="invalid_type")
+        raise InvalidRequest(
+            f"{where}: Expected `str | object | array | null`, got `{kind}`", param=where, code="invalid_type"
+        )
     if not message.images:
         return "" if message.content is None else message.content
-    return f"{message.content or ''}\n[image left out: this model reads text only]".lstrip()
+    note = "[image left out: this model reads text only]"
+    if isinstance(message.content, list | dict):
+        return [*(message.content if isinstance(message.content, list) else [message.content]), note]
+    return f"{message.content or ''}\n{note}".lstrip()
 
 
 def _result(message: OllamaMessage, waiting: list[tuple[str, str]]) -> Json:

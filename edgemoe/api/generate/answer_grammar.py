@@ -289,7 +289,7 @@ def _schema_terms(asked: ResponseFormat, schema: Any) -> list[str]:
     where, strict = "response_format.schema", bool(asked.strict)
     if asked.json_schema is not None and (given := asked.json_schema.own_schema) is not None:
         where, schema = "response_format.json_schema.schema", given
-        strict = strict or asked.json_schema.strict in (True, "true")
+        strict = strict or bool(asked.json_schema.strict)
     if isinstance(schema, str):
         schema = _decoded_schema(schema, where)
     if not isinstance(schema, dict | bool):

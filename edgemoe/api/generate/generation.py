@@ -24,7 +24,7 @@ from edgemoe.api.schema import RequestBody
 from edgemoe.api.text.tokenizer import Detokenizer, StopMatcher, TextModel, Vocabulary
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull, RequestError
 from edgemoe.types.json_object import Json
-from edgemoe.types.model_info import plain_name
+from edgemoe.types.model_info import asked_names, plain_name
 from edgemoe.types.request import (
     Emission,
     Identity,
@@ -212,11 +212,14 @@ class RequestContext:
     principal: Principal
     shares_prefixes: bool  # all principals share cached prefixes
 
+    def serves(self, name: str | None) -> bool:
+        """Returns whether a name is the served model's or an alias (api.aliases)."""
+        served = set(map(plain_name, (self.model, *self.aliases)))
+        return not name or ANY_MODEL in self.aliases or not served.isdisjoint(asked_names(name))
+
     def check_model(self, name: str | None, *others: str) -> None:
         """Raises ModelNotFound where no name is the served model's or an alias (api.aliases)."""
-        asked = {plain_name(one) if one else None for one in (name, *others)}
-        served = {None, *map(plain_name, (self.model, *self.aliases))}
-        if served.isdisjoint(asked) and ANY_MODEL not in self.aliases:
+        if not any(map(self.serves, (name, *others))):
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model!r} is", param="model")
 
     def engine_requests(self, body: RequestBody, prompts: Sequence[TokenizedPrompt]) -> list[Request]:
