@@ -1,10 +1,13 @@
-"""Answers requests that generate nothing: models, tokens, health, metrics, and requests of the socket's owner."""
+"""Answers requests that generate nothing: models, tokens, health, metrics, and requests of the socket's owner.
+
+Clients that send `anthropic-version` get the lists of models of Anthropic's API.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -13,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import edgemoe
-from edgemoe.api import anthropic_models
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.endpoints.chat_completions import offered_tools, render, tokenize_prompt
 from edgemoe.api.generate.generation import ANY_MODEL, RequestContext
@@ -56,7 +58,7 @@ async def list_models(request: Request) -> Response:
     api = _api(request)
     cards = model_cards(await api.listed(), api.settings.aliases)
     if http.is_anthropic(request.scope):
-        return JSONResponse(anthropic_models.models_page(cards["data"], request.query_params))
+        return JSONResponse(models_page(cards["data"], request.query_params))
     return JSONResponse(cards)
 
 
@@ -80,7 +82,7 @@ async def describe_model(request: Request) -> Response:
     if api.models is None:
         (await api.context(request.state.principal)).check_model(name)
     card = _model_card(await api.find_listed(name))
-    return JSONResponse(anthropic_models.model_info(card) if http.is_anthropic(request.scope) else card)
+    return JSONResponse(model_info(card) if http.is_anthropic(request.scope) else card)
 
 
 def _model_card(model: ListedModel) -> Json:
@@ -312,3 +314,65 @@ def _owner_api(request: Request) -> Api:
     if getattr(request.state, "peer_uid", None) is None:
         raise HTTPException(404, "this is for clients of the Unix socket")
     return _api(request)
+
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+THINKING = (("adaptive", True), ("enabled", True), ("disabled", False), ("between_tools", False))  # types of requests
+MOST_LISTED = 1000  # of one page, as there
+
+
+def models_page(cards: Sequence[Json], asked: Mapping[str, str]) -> Json:
+    """Returns a page of the models by `limit`, `after_id` and `before_id`. Raises InvalidRequest."""
+    ids = [str(card["id"]) for card in cards]
+    limit = asked.get("limit", str(MOST_LISTED))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and 1 <= int(limit) <= MOST_LISTED):
+        raise InvalidRequest(f"limit: give 1 to {MOST_LISTED}", param="limit", code="invalid_value")
+    first, end, many = 0, len(ids), int(limit)
+    if (name := asked.get("after_id")) is not None:
+        first = _place(ids, name, "after_id") + 1
+    if (name := asked.get("before_id")) is not None:
+        end = _place(ids, name, "before_id")
+        first = max(first, end - many)
+    shown = [model_info(card) for card in cards[first:end][:many]]
+    has_more = first > 0 if "before_id" in asked else first + many < end
+    edges = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return {"data": shown, "has_more": has_more, **edges}
+
+
+def model_info(card: Json) -> Json:
+    """Returns Anthropic's object of the model that has OpenAI's object `card`."""
+    thinks, plain = "thinking" in card["capabilities"], _supported(False)
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["display_name"],
+        "created_at": card["created_at"],
+        "lifecycle": "active",
+        "line": None,
+        "deprecated_at": None,
+        "retires_at": None,
+        "max_input_tokens": card["max_input_tokens"],
+        "max_tokens": card["max_output_tokens"],
+        "capabilities": {
+            "batch": plain,
+            "citations": plain,
+            "code_execution": plain,
+            "context_management": plain,
+            "effort": _supported(thinks) | dict.fromkeys(EFFORTS, _supported(thinks)),
+            "image_input": plain,
+            "pdf_input": plain,
+            "server_tools": plain | {"code_execution": plain, "web_search": plain},
+            "structured_outputs": _supported(True),
+            "thinking": _supported(thinks) | {"types": {kind: _supported(thinks or not on) for kind, on in THINKING}},
+        },
+    }
+
+
+def _supported(is_so: bool) -> dict[str, Any]:
+    return {"supported": is_so}
+
+
+def _place(ids: Sequence[str], name: str, field: str) -> int:
+    if name not in ids:
+        raise InvalidRequest(f"{field}: no model has this id", param=field, code="invalid_value")
+    return ids.index(name)

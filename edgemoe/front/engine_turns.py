@@ -1,4 +1,4 @@
-"""Holds the models that a daemon serves by name, and decides when an engine may start.
+"""Holds the models that a daemon serves by name, with facts from their stores, and decides when an engine may start.
 
 One engine starts at a time, and all share the memory of the box. Models that have no room wait in order. Idle models
 make room, the least recently used first. Busy ones do so after `PATIENCE_S`: they take no further requests, and go when
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +19,74 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgemoe.api.resources import Api
+from edgemoe.api.resources import Api, StoreFacts
+from edgemoe.config.budgets import VRAM_HEADROOM_BYTES, devices_of
 from edgemoe.config.served_models import ServedModelSettings
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.config.sizes import format_size
-from edgemoe.errors import CapacityError
+from edgemoe.errors import CapacityError, EdgemoeError
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import dense_shapes, row_tables
 from edgemoe.front.engine_process import LOOK_S
-from edgemoe.front.model_facts import ModelFacts
 from edgemoe.front.start_turn import StartForgone, StartProgress, StartTurn
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.policy.model_memory import MemoryHolder, ModelMemory, models_to_unload, total_of
+from edgemoe.store.catalog import resolve
+from edgemoe.store.manifest import MANIFEST, Manifest, served_info, spec_of
+from edgemoe.telemetry.probes import probe_machine
+from edgemoe.types.model_info import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Describes a model by its store, whether it is loaded or not."""
+
+    path: str  # of its store, as far as that is known
+    store: StoreFacts = field(default_factory=StoreFacts)
+    info: ModelInfo | None = None  # None where the store cannot be read
+    context_tokens: int = 0
+    dense_bytes: int = 0  # of all weights except the experts
+    table_bytes: int = 0  # of tables whose rows are read from disk
+
+
+def facts_of(settings: Settings) -> ModelFacts:
+    """Returns the facts about the model of these settings, which may name its store by a path or a name."""
+    path = Path(settings.model.path).expanduser()
+    try:
+        if not path.exists():
+            path = resolve(settings.model.path, settings.model.store_dir)
+        manifest = Manifest.read(path)
+        spec = replace(spec_of(manifest), kv_int8=settings.engine.kv_cache_dtype == "int8")
+    except (EdgemoeError, OSError):
+        return ModelFacts(str(path))
+    info = served_info(settings.model.name, manifest, spec)
+    context_tokens = min(settings.engine.context_tokens or spec.context_tokens, spec.context_tokens)
+    return ModelFacts(str(path), store_facts(path), info, context_tokens, manifest.dense.bytes, manifest.table_bytes)
+
+
+def store_facts(directory: Path) -> StoreFacts:
+    """Returns the sizes of a packed store; zeros where it cannot be read, for the engine says why."""
+    try:
+        manifest = Manifest.read(directory)
+        spec = spec_from_config(manifest.spec_config)
+        modified_s = (directory / MANIFEST).stat().st_mtime
+    except (EdgemoeError, OSError):
+        return StoreFacts()
+    dense = sum(math.prod(shape) for shape in (dense_shapes(spec) | row_tables(spec)).values())
+    experts = sum(len(layer.experts) for layer in manifest.layers)
+    expert = math.prod(spec.geometry.gate_up_shape) + math.prod(spec.geometry.down_shape)
+    return StoreFacts(manifest.total_bytes, dense + experts * expert, modified_s)
+
+
+def room_of(settings: Settings, held: ModelMemory) -> ModelMemory:
+    """Returns the memory that all models together may take, where they hold `held` of it now."""
+    machine = probe_machine(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    free_bytes = machine.ram_available_bytes - settings.memory.headroom_bytes + held.ram_bytes
+    kinds = [device.kind for device in devices_of(settings, machine)]
+    free = [gpu.free_bytes - VRAM_HEADROOM_BYTES for gpu in machine.gpus if f"cuda:{gpu.index}" in kinds]
+    vram_bytes = max(0, min(free)) + held.vram_bytes if free else 0
+    return ModelMemory(settings.memory.models_bytes or max(0, free_bytes), vram_bytes)
+
 
 if TYPE_CHECKING:
     from edgemoe.front.cluster_front import ClusterFront

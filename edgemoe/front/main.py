@@ -38,7 +38,7 @@ from edgemoe.errors import EngineUnavailable, RequestError, first_error
 from edgemoe.front.cluster_snapshots import ClusterSnapshots
 from edgemoe.front.connections import Server
 from edgemoe.front.engine_process import LocalConnection
-from edgemoe.front.engine_turns import ModelHost, PoolDoors
+from edgemoe.front.engine_turns import ModelHost, PoolDoors, facts_of, room_of, store_facts
 from edgemoe.front.listen import (
     OLLAMA_TCP,
     BoundPorts,
@@ -50,7 +50,6 @@ from edgemoe.front.listen import (
     sole_owner,
     unix_socket,
 )
-from edgemoe.front.model_facts import facts_of, room_of, store_facts
 from edgemoe.front.model_pool import ModelPool
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.start_turn import StartTurn

@@ -32,8 +32,7 @@ from edgemoe.errors import (
     first_error,
 )
 from edgemoe.front.engine_process import LOOK_S
-from edgemoe.front.engine_turns import NEVER_S, EngineTurns, ModelHost, ModelTurn, PoolDoors
-from edgemoe.front.model_facts import ModelFacts
+from edgemoe.front.engine_turns import NEVER_S, EngineTurns, ModelFacts, ModelHost, ModelTurn, PoolDoors
 from edgemoe.front.supervisor import SHUTTING_DOWN
 from edgemoe.telemetry import metrics as names
 from edgemoe.ticking import until_tick

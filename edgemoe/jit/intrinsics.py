@@ -48,6 +48,20 @@ ZEN = TARGET.name.startswith("znver")
 # to 52 GB/s with the second-level cache, and 48 to 60 with the first-level cache and twice the distance.
 AHEAD_BYTES, CACHE_LEVEL = (8192, 1) if ZEN else (4096, 2)
 
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """Stands for LLVM's type bfloat, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 _libc = ctypes.CDLL(None, use_errno=True)
 sem_init = _libc.sem_init
 sem_init.argtypes, sem_init.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_uint), ctypes.c_int

@@ -21,10 +21,9 @@ from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import DenseMatrix, LayerReader, Norm, WeightReader
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import DTYPES
-from edgemoe.model.latent_attention import LatentAttention
+from edgemoe.model.latent_attention import LatentAttention, SparseLatentAttention
 from edgemoe.model.layer_inputs import InputGate, TokenInputs
 from edgemoe.model.mamba import Mamba
-from edgemoe.model.sparse_attention import SparseLatentAttention
 from edgemoe.types.step import ExpertExecutor, RowSource
 
 

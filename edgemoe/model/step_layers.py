@@ -8,17 +8,19 @@ from typing import NamedTuple
 import torch
 
 from edgemoe.kernels.cpu.decode_stages import HEADS, ROUTER, choose, make_heads
-from edgemoe.kernels.cpu.delta_step import DELTA, advance_delta, scratch_floats
 from edgemoe.kernels.cpu.latent_step import LATENT, make_latent
 from edgemoe.kernels.cpu.state_step import (
     CONV,
     CONVOLUTION,
+    DELTA,
     MAMBA,
     PARTS,
+    advance_delta,
     advance_mamba,
     convolve_token,
     gate_mamba,
     mix_channels,
+    scratch_floats,
 )
 from edgemoe.model.attention import AttentionScores
 from edgemoe.model.convolution import ShortConvolution
@@ -35,10 +37,9 @@ from edgemoe.model.dense_attention import DenseAttention
 from edgemoe.model.dense_weights import DenseMatrix, Norm
 from edgemoe.model.feed_forward import ExpertLayer, Gate, Mlp
 from edgemoe.model.kv import LayerStates
-from edgemoe.model.latent_attention import LatentAttention
+from edgemoe.model.latent_attention import LatentAttention, SparseLatentAttention
 from edgemoe.model.layer_inputs import InputGate
 from edgemoe.model.mamba import Mamba
-from edgemoe.model.sparse_attention import SparseLatentAttention
 from edgemoe.model.step_plan import Packed, Part, Record, Source, StepPlan, plain_matrix
 
 

@@ -31,10 +31,9 @@ from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.families.spec import ModelSpec
 from edgemoe.jit.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.decoder import Decoder
+from edgemoe.model.decoder import Decoder, StagedDecoder
 from edgemoe.model.dense_weights import held_bytes
 from edgemoe.model.kv import KVCache
-from edgemoe.model.staged import StagedDecoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.files import note_use
 from edgemoe.store.manifest import DENSE, Manifest, served_info, spec_of, verify_copies, verify_dense, verify_table

@@ -17,8 +17,8 @@ from edgemoe.engine.steps import LoadedModel
 from edgemoe.errors import ConfigError
 from edgemoe.families.sparse_families import beginnings
 from edgemoe.families.spec import ModelSpec
+from edgemoe.model.decoder import StagedDecoder
 from edgemoe.model.dense_weights import held_bytes
-from edgemoe.model.staged import StagedDecoder
 from edgemoe.store.manifest import DENSE
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named

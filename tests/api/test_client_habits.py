@@ -16,7 +16,6 @@ from msgspec import inspect
 from support.api_tables import fields, rows, spans
 from support.grammars import response_grammar
 
-from edgemoe.api.anthropic_models import models_page
 from edgemoe.api.endpoints.anthropic import MessagesBody, OfferedTool, ToolChoice
 from edgemoe.api.endpoints.lm_studio import LmStudioChat
 from edgemoe.api.endpoints.ollama import OllamaChat, OllamaPrompt
@@ -24,6 +23,7 @@ from edgemoe.api.endpoints.responses import ResponsesBody, TextFormat
 from edgemoe.api.generate.generation import RequestContext
 from edgemoe.api.llama_bodies import Infill, LlamaCompletion
 from edgemoe.api.model_wish import read_ollama_wish, read_wish
+from edgemoe.api.queries import models_page
 from edgemoe.api.schema import (
     REFUSED,
     Chat,

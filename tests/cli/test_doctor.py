@@ -20,8 +20,7 @@ from support import fake_nvml
 from edgemoe.cli import main
 from edgemoe.cli.doctor import checks as box
 from edgemoe.cli.doctor.checks import REMEDIES, daemon, members, neighbours, page
-from edgemoe.cli.doctor.cluster_checks import stages
-from edgemoe.cli.doctor.doctor_command import served_folder
+from edgemoe.cli.doctor.doctor_command import served_folder, stages
 from edgemoe.cli.status_command import stage_state
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ModelSettings, Settings

@@ -17,9 +17,8 @@ from support.waiting import until
 from edgemoe.config.budgets import resolve_budgets
 from edgemoe.config.settings import EngineSettings, MemorySettings, ModelSettings, NamedModelSettings, Settings
 from edgemoe.demo import model_path
-from edgemoe.front.engine_turns import limited, needed_memory
+from edgemoe.front.engine_turns import ModelFacts, facts_of, limited, needed_memory
 from edgemoe.front.main import Front
-from edgemoe.front.model_facts import ModelFacts, facts_of
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.store.packer import ensure_store
 from edgemoe.types.machine import Machine

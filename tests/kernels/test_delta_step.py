@@ -8,8 +8,8 @@ import torch
 from support.stage_kit import new_step, run_stage
 from torch.nn.functional import rms_norm, silu, softplus
 
-from edgemoe.kernels.cpu.delta_step import DELTA, advance_delta, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.state_step import DELTA, advance_delta, scratch_floats
 
 EPS = 1e-6
 

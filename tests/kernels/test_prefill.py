@@ -10,8 +10,9 @@ import torch
 
 from edgemoe.jit.intrinsics import PAIRS
 from edgemoe.kernels.cpu import amx
-from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
+from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.paged_cache import EVERYTHING, PagedCache
+from edgemoe.kernels.cpu.panels import panel_words
 from edgemoe.kernels.cpu.runtime import Kernels
 
 BLOCK = 16

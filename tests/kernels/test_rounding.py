@@ -11,9 +11,8 @@ import torch
 from llvmlite import ir
 
 from edgemoe.jit.compile_target import TARGET
-from edgemoe.jit.intrinsics import F32, INT, f32_at, intrinsic, round_bf16, store_bf16, types
+from edgemoe.jit.intrinsics import F32, INT, BFloat, f32_at, intrinsic, round_bf16, store_bf16, types
 from edgemoe.jit.object_cache import Code, code
-from edgemoe.kernels.cpu.gemm_tile import BFloat
 
 LANES = 8
 # Every upper half, with lower halves at which rounding can differ: ties and their neighbours.

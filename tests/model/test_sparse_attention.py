@@ -9,8 +9,8 @@ import torch
 from model.test_decoder import _tokens
 from support.tiny_models import Session, Tiny
 
-from edgemoe.model import sparse_attention
-from edgemoe.model.sparse_attention import IndexQueries, SparseLatentAttention, highest
+from edgemoe.model import latent_attention
+from edgemoe.model.latent_attention import IndexQueries, SparseLatentAttention, highest
 
 MakeTiny = Callable[..., Tiny]
 
@@ -43,7 +43,7 @@ def test_a_query_never_chooses_a_later_token(make_tiny: MakeTiny) -> None:
 def test_small_tiles_choose_and_attend_alike(make_tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     tiny, tokens = make_tiny(family), _tokens(90)
     whole = Session(tiny).step(tokens)
-    monkeypatch.setattr(sparse_attention, "EXPANDED_BYTES", 1)  # one query at a time
+    monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 1)  # one query at a time
     assert (Session(tiny).step(tokens) - whole).abs().max() < 1e-4
 
 

@@ -23,10 +23,9 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.families.sparse_families import beginnings
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.decoder import Decoder
+from edgemoe.model.decoder import Decoder, StagedDecoder
 from edgemoe.model.dense_weights import held_bytes
 from edgemoe.model.kv import KVCache
-from edgemoe.model.staged import StagedDecoder
 from edgemoe.policy.cache_ranks import LRU
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.reader import ExpertStore

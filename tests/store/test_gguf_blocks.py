@@ -12,7 +12,7 @@ from support.gguf_files import gguf_checkpoint, write_gguf
 from support.gguf_quants import random_blocks
 
 from edgemoe.encodings.codec import unpack
-from edgemoe.store.gguf.gguf_blocks import BLOCK_TYPES, affine_rows
+from edgemoe.store.gguf.gguf_values import BLOCK_TYPES, affine_rows
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import spec_of
 from edgemoe.store.packer import pack

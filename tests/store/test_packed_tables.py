@@ -19,8 +19,7 @@ from edgemoe.cli.plan.speed import ModelVariant
 from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import CheckpointError, StoreError
-from edgemoe.front.engine_turns import needed_memory
-from edgemoe.front.model_facts import facts_of
+from edgemoe.front.engine_turns import facts_of, needed_memory
 from edgemoe.store.catalog import verify
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import MANIFEST, Manifest, rows_file, spec_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.policy.lending import SETTLE_S, LendingChoice
-from edgemoe.worker.memory_lending import MemoryLending
+from edgemoe.worker.cluster_parts import MemoryLending
 
 
 class Box:

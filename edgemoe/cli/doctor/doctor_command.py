@@ -1,10 +1,13 @@
-"""Runs `edgemoe doctor`: every check, a line each, with the remedy of a fault."""
+"""Runs `edgemoe doctor`: every check, a line each, with the remedy of a fault. Checks of a cluster are here."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -15,17 +18,57 @@ from rich.text import Text
 
 from edgemoe.cli.client import socket_of
 from edgemoe.cli.doctor import checks
-from edgemoe.cli.doctor.checks import REMEDIES, CheckResult
-from edgemoe.cli.doctor.cluster_checks import etcd_programs, stages
+from edgemoe.cli.doctor.checks import REACH_S, REMEDIES, CheckResult
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cluster.control.coordination.etcd_process import find_program
 from edgemoe.config.loading import load
 from edgemoe.config.paths import beside
-from edgemoe.config.settings import Settings
+from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.front.start_note import noted_start
 from edgemoe.rights import become_owner
 from edgemoe.telemetry import probes
+from edgemoe.types.json_object import Json
+from edgemoe.types.stages import Stage
+
+
+def etcd_programs(settings: ClusterSettings) -> Iterator[CheckResult]:
+    """Checks the programs that a voter runs."""
+    if not settings.node or settings.coordination != "raft" or settings.join:
+        return
+    if not (program := find_program(settings.etcd_program)):
+        yield CheckResult("etcd", "failure", f"no program {settings.etcd_program or 'etcd'}: this box has no vote")
+        return
+    try:
+        said = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=REACH_S,
+            check=False,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield CheckResult("etcd", "failure", f"{program} cannot be run: {error}")
+        return
+    version = re.search(r"etcd Version: (\d+)\.(\d+)\S*", said)
+    if version is None or (int(version[1]), int(version[2])) < (3, 4):
+        yield CheckResult("etcd", "failure", f"{program} is {version[0] if version else 'no etcd'}, not 3.4 or newer")
+    elif shutil.which("openssl") is None:
+        yield CheckResult("etcd", "failure", "no program openssl, which makes this box's certificate for etcd")
+    else:
+        yield CheckResult("etcd", "pass", f"{program}, {version[0]}")
+
+
+def stages(health: Json) -> Iterator[CheckResult]:
+    """Checks that each box with a part of the layers is here and answers, as the daemon reports."""
+    for stage in (health.get("cluster") or {}).get("stages", []):
+        is_here = stage["state"] == "here" and stage["answers"] is not False
+        layers = Stage(stage["node"], stage["first"], stage["last"] + 1)
+        trouble = "" if is_here else ", and does not answer: no request can be computed"
+        yield CheckResult("stages", "pass" if is_here else "failure", f"{stage['node']} holds {layers}{trouble}")
+
 
 COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
 

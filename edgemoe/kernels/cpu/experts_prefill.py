@@ -18,9 +18,18 @@ from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_order, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
-from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill, make_fill_panel, make_tile
+from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.gemv import shared_rows
-from edgemoe.kernels.cpu.transpose import SIDE, add_words, room_for_square, transpose
+from edgemoe.kernels.cpu.panels import (
+    GROUP,
+    LINE,
+    SIDE,
+    add_words,
+    make_fill,
+    make_fill_panel,
+    room_for_square,
+    transpose,
+)
 from edgemoe.kernels.cpu.vector import activate, shift
 from edgemoe.types.arrays import fields
 

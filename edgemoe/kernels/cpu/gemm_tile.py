@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 
 from edgemoe.jit.intrinsics import (
@@ -22,38 +21,17 @@ from edgemoe.jit.intrinsics import (
     LANES,
     PAIRS,
     WIDE,
+    BFloat,
     cgutils,
-    f32_at,
-    i64_at,
     intrinsic,
-    jit,
     multiply_add,
     prefetch,
-    rounded,
     types,
-    u32_at,
 )
 from edgemoe.jit.object_cache import Code, code
 from edgemoe.kernels.cpu import amx
-from edgemoe.kernels.cpu.transpose import SIDE, make_gather, room_for_rows
 
 ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
-GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
-LINE = 4 * GROUP  # bytes of a panel's line
-_HIGH = np.uint32(0xFFFF0000)
-
-
-class BFloat(ir.Type):  # type: ignore[misc]
-    """Stands for LLVM's type bfloat, which llvmlite does not have."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash(BFloat)
 
 
 class _Emitter:
@@ -223,73 +201,3 @@ def make_tile(bf16: bool, pairs: bool = PAIRS, tiles: bool = amx.HERE) -> Code:
             row += together
 
     return tile
-
-
-def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
-    """Returns the number of lines of a panel whose columns have `elements` elements."""
-    return elements // 2 if bf16 and pairs else elements
-
-
-@cache
-def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Makes the functions that put vectors into a panel whose lines are `stride` bytes apart. Returns both.
-
-    * column(panel, stride, number, source, words) writes a vector in the model's type as column `number`
-    * lines(panel, stride, pair, low, high, count) writes elements 2 * pair and 2 * pair + 1 of `count` columns
-
-    `low` [count] and `high` [count] are float32.
-    """
-    paired, split = bf16 and pairs, bf16 and not pairs
-
-    @jit
-    def column(panel: int, stride: int, number: int, source: int, words: int) -> None:
-        values, to = u32_at(source), panel + 4 * number
-        if split:
-            for word in range(words):
-                u32_at(to + 2 * word * stride)[0] = values[word] << np.uint32(16)
-                u32_at(to + (2 * word + 1) * stride)[0] = values[word] & _HIGH
-        else:
-            for word in range(words):
-                u32_at(to + word * stride)[0] = values[word]
-
-    @jit
-    def lines(panel: int, stride: int, pair: int, low: int, high: int, count: int) -> None:
-        l, h = f32_at(low), f32_at(high)  # noqa: E741
-        if paired:
-            to = u32_at(panel + pair * stride)
-            for k in range(count):
-                to[k] = (rounded(l[k]) >> np.uint32(16)) | rounded(h[k])
-        else:
-            first, second = f32_at(panel + 2 * pair * stride), f32_at(panel + (2 * pair + 1) * stride)
-            for k in range(count):
-                first[k], second[k] = l[k], h[k]
-
-    return column, lines
-
-
-@cache
-def make_fill_panel(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
-    """Makes fill(panel, x, line, index, first, count, words), which puts tokens into a panel as its columns.
-
-    Token j is row `first` + j of `x`, or row index[first + j] where `index` is no 0; rows are `line` bytes apart.
-    """
-    column, _ = make_fill(bf16, pairs)
-    gather, lines = make_gather(bf16 and not pairs), 2 if bf16 and not pairs else 1
-
-    @jit
-    def fill(panel: int, x: int, line: int, index: int, first: int, count: int, words: int) -> None:
-        sixteen = room_for_rows()
-        rows, whole = i64_at(sixteen), words - words % SIDE
-        for begin in range(0, count, SIDE):
-            for j in range(SIDE):
-                number = first + min(begin + j, count - 1)
-                if index:
-                    number = i64_at(index)[number]
-                rows[j] = x + number * line
-            for word in range(0, whole, SIDE):
-                gather(sixteen, 4 * word, panel + 4 * begin + word * lines * LINE, LINE)
-            if whole < words:
-                for j in range(min(SIDE, count - begin)):
-                    column(panel + whole * lines * LINE, LINE, begin + j, rows[j] + 4 * whole, words - whole)
-
-    return fill  # type: ignore[no-any-return]

@@ -12,9 +12,9 @@ from edgemoe.jit.intrinsics import INT, LANES, call_pack, call_rows, f32_at, rec
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.packing import borrow, give_back, make_order
-from edgemoe.kernels.cpu.gemm_tile import GROUP, LINE, make_fill_panel, make_tile
+from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.gemv import make_rows, shared_rows
-from edgemoe.kernels.cpu.transpose import SIDE, transpose
+from edgemoe.kernels.cpu.panels import GROUP, LINE, SIDE, make_fill_panel, transpose
 from edgemoe.kernels.cpu.vector import widen
 from edgemoe.types.arrays import fields
 

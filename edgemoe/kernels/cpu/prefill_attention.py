@@ -37,8 +37,9 @@ from edgemoe.jit.intrinsics import (
 from edgemoe.jit.object_cache import Code, address_of, chunk, code
 from edgemoe.jit.thread_pool import parallel
 from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
-from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words
+from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.paged_cache import BLOCK
+from edgemoe.kernels.cpu.panels import make_fill, panel_words
 from edgemoe.kernels.cpu.vector import exp32
 from edgemoe.types.arrays import fields
 

@@ -14,9 +14,8 @@ import numpy as np
 from edgemoe.jit.intrinsics import f32_at, jit, load_bf16, load_f32, record, store_bf16, store_f32
 from edgemoe.jit.object_cache import Code, chunk
 from edgemoe.kernels.cpu.decode_stages import sigmoid
-from edgemoe.kernels.cpu.delta_step import NORM_EPS, dot, scale_by
 from edgemoe.kernels.cpu.state_scan import COLUMNS, scan, scan_for_two
-from edgemoe.kernels.cpu.state_step import silu
+from edgemoe.kernels.cpu.state_step import NORM_EPS, dot, scale_by, silu
 from edgemoe.kernels.cpu.vector import add_vector, exp32, norm_scale, normalise, softplus
 from edgemoe.types.arrays import fields
 

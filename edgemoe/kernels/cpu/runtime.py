@@ -18,7 +18,6 @@ from edgemoe.kernels.cpu import linear as products
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import make_attention
 from edgemoe.kernels.cpu.decode_step import make_step
-from edgemoe.kernels.cpu.delta_step import advance_delta
 from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
 from edgemoe.kernels.cpu.experts_decode import EXPERTS_CODE
 from edgemoe.kernels.cpu.experts_prefill import make_prefill_experts
@@ -39,7 +38,7 @@ from edgemoe.kernels.cpu.paged_cache import ATTENTION, PagedCache, fill_cache
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.prefill_heads import SOME, make_many_heads
 from edgemoe.kernels.cpu.prefill_states import carry_state, make_delta_span, make_mamba_span
-from edgemoe.kernels.cpu.state_step import STATE_STAGES
+from edgemoe.kernels.cpu.state_step import STATE_STAGES, advance_delta
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 

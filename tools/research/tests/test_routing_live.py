@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgemoe.cluster.control.messages import LoadReport
-from edgemoe.cluster.control.requests import offer_views
+from edgemoe.cluster.control.requests import offer_queue
 from edgemoe.policy.routing.marginal_union import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import RoutingTarget, WaitingRequest
 from edgemoe.policy.routing.signatures import ModelSizes
@@ -90,7 +90,7 @@ def test_blind_leaders_lack_exactly_their_part(monkeypatch: pytest.MonkeyPatch) 
     apart_s = {}
     for blind in (False, True):
         if blind:
-            monkeypatch.setattr(offer_views, "resident_of", blind_residency.unheard)
+            monkeypatch.setattr(offer_queue, "resident_of", blind_residency.unheard)
         views = [told(place, far) for place, far in (("far", b"\1\1\0\0"), ("near", b"\0\0\1\1"))]
         far, near = UnionTerm(DecodeTimes(1.0, 0.1))(offers, views)[:, 0]
         apart_s[blind] = far - near
@@ -103,7 +103,7 @@ def told(place: str, far: bytes) -> RoutingTarget:
     """Returns the view of an engine that has reported its experts' places."""
     choices = ExpertDemand(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
     use = LoadReport(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
-    return offer_views.PromptMemory().on_report(place, use, ModelSizes(1, 4), 0.0)
+    return offer_queue.PromptMemory().on_report(place, use, ModelSizes(1, 4), 0.0)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from edgemoe.jit.intrinsics import (
     I64,
     INT,
     PAIRS,
+    BFloat,
     atomic_replace,
     atomic_store,
     cgutils,
@@ -33,9 +34,8 @@ from edgemoe.jit.intrinsics import (
     u32_at,
 )
 from edgemoe.jit.object_cache import Code, code
-from edgemoe.kernels.cpu.encoded.affine_factors import AffineVectors
-from edgemoe.kernels.cpu.encoded.instructions import F32, I8, I16, I32, CodeVectors, Instructions
-from edgemoe.kernels.cpu.gemm_tile import BFloat, make_fill
+from edgemoe.kernels.cpu.encoded.instructions import F32, I8, I16, I32, AffineVectors, CodeVectors, Instructions
+from edgemoe.kernels.cpu.panels import make_fill
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 BASE = 255

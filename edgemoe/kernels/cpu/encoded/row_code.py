@@ -21,14 +21,15 @@ from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.jit.intrinsics import F32, I64, INT, cgutils, intrinsic, multiply_add, prefetch, types
 from edgemoe.jit.object_cache import Code, CompiledPart, code, link
 from edgemoe.kernels.cpu import amx
-from edgemoe.kernels.cpu.encoded.affine_factors import AffineVectors, LaneFactors
 from edgemoe.kernels.cpu.encoded.instructions import (
     AVX2,
     AVX512,
     EVERY,
+    AffineVectors,
     CodeProducts,
     CodeVectors,
     Instructions,
+    LaneFactors,
     excess_of,
 )
 from edgemoe.kernels.cpu.encoded.packing import BASE, make_pack_whole, make_unpack, pack_floats

@@ -9,7 +9,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Sequence
 
-from edgemoe.cluster.control.requests import offer_views
+from edgemoe.cluster.control.requests import offer_queue
 from edgemoe.policy.routing.signatures import ModelSizes
 
 
@@ -18,5 +18,5 @@ def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:
 
 
 if __name__ == "__main__":
-    offer_views.resident_of = unheard  # type: ignore[attr-defined]
+    offer_queue.resident_of = unheard  # type: ignore[attr-defined]
     runpy.run_module("edgemoe", run_name="__main__", alter_sys=True)

@@ -1,4 +1,7 @@
-"""Transposes 16 x 16 words of 32 bits in registers: between vectors of tokens and lines of a panel."""
+"""Fills panels, whose columns are vectors of tokens, for products with the rows of a matrix (see `gemm_tile`).
+
+Squares of 16 x 16 words of 32 bits are transposed in registers: between vectors of tokens and lines of a panel.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,31 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-from edgemoe.jit.intrinsics import F32, I64, cgutils, intrinsic, types
+from edgemoe.jit.intrinsics import (
+    F32,
+    I64,
+    LANES,
+    PAIRS,
+    cgutils,
+    f32_at,
+    i64_at,
+    intrinsic,
+    jit,
+    rounded,
+    types,
+    u32_at,
+)
 
 SIDE = 16  # rows and columns
+GROUP = 2 * LANES  # tokens of a group at most: the columns of a panel
+LINE = 4 * GROUP  # bytes of a panel's line
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _QUARTER, _WHOLE = ir.VectorType(_I32, 4), ir.VectorType(_I32, SIDE)
 _HIGH = 0xFFFF0000
+_UPPER = np.uint32(_HIGH)
 
 
 class _Emitter:
@@ -133,3 +153,73 @@ def make_gather(split: bool) -> Callable[[int, int, int, int], None]:
         return types.void(*[types.int64] * 4), emit
 
     return gather  # type: ignore[no-any-return]
+
+
+def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
+    """Returns the number of lines of a panel whose columns have `elements` elements."""
+    return elements // 2 if bf16 and pairs else elements
+
+
+@cache
+def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Makes the functions that put vectors into a panel whose lines are `stride` bytes apart. Returns both.
+
+    * column(panel, stride, number, source, words) writes a vector in the model's type as column `number`
+    * lines(panel, stride, pair, low, high, count) writes elements 2 * pair and 2 * pair + 1 of `count` columns
+
+    `low` [count] and `high` [count] are float32.
+    """
+    paired, split = bf16 and pairs, bf16 and not pairs
+
+    @jit
+    def column(panel: int, stride: int, number: int, source: int, words: int) -> None:
+        values, to = u32_at(source), panel + 4 * number
+        if split:
+            for word in range(words):
+                u32_at(to + 2 * word * stride)[0] = values[word] << np.uint32(16)
+                u32_at(to + (2 * word + 1) * stride)[0] = values[word] & _UPPER
+        else:
+            for word in range(words):
+                u32_at(to + word * stride)[0] = values[word]
+
+    @jit
+    def lines(panel: int, stride: int, pair: int, low: int, high: int, count: int) -> None:
+        l, h = f32_at(low), f32_at(high)  # noqa: E741
+        if paired:
+            to = u32_at(panel + pair * stride)
+            for k in range(count):
+                to[k] = (rounded(l[k]) >> np.uint32(16)) | rounded(h[k])
+        else:
+            first, second = f32_at(panel + 2 * pair * stride), f32_at(panel + (2 * pair + 1) * stride)
+            for k in range(count):
+                first[k], second[k] = l[k], h[k]
+
+    return column, lines
+
+
+@cache
+def make_fill_panel(bf16: bool, pairs: bool = PAIRS) -> Callable[..., None]:
+    """Makes fill(panel, x, line, index, first, count, words), which puts tokens into a panel as its columns.
+
+    Token j is row `first` + j of `x`, or row index[first + j] where `index` is no 0; rows are `line` bytes apart.
+    """
+    column, _ = make_fill(bf16, pairs)
+    gather, lines = make_gather(bf16 and not pairs), 2 if bf16 and not pairs else 1
+
+    @jit
+    def fill(panel: int, x: int, line: int, index: int, first: int, count: int, words: int) -> None:
+        sixteen = room_for_rows()
+        rows, whole = i64_at(sixteen), words - words % SIDE
+        for begin in range(0, count, SIDE):
+            for j in range(SIDE):
+                number = first + min(begin + j, count - 1)
+                if index:
+                    number = i64_at(index)[number]
+                rows[j] = x + number * line
+            for word in range(0, whole, SIDE):
+                gather(sixteen, 4 * word, panel + 4 * begin + word * lines * LINE, LINE)
+            if whole < words:
+                for j in range(min(SIDE, count - begin)):
+                    column(panel + whole * lines * LINE, LINE, begin + j, rows[j] + 4 * whole, words - whole)
+
+    return fill  # type: ignore[no-any-return]
