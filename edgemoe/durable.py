@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 MAX_LINKS = 40  # on the way to a folder, as the kernel has it
 ABANDONED_S = 3600.0  # after which a temporary file has been left by a process that was killed
@@ -106,12 +106,18 @@ def open_kept(path: Path, mode: int = 0o600, *, writable: bool = True) -> int:
             return fd
 
 
-def read_plain(path: Path, most_bytes: int) -> bytes:
-    """Returns a file's first bytes, never waiting for a pipe. Raises OSError for anything but a plain file."""
+def open_plain(path: Path) -> BinaryIO:
+    """Opens a file to read it, never waiting for a pipe. Raises OSError for anything but a plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EPERM, "is no plain file", str(path))
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    raise OSError(errno.EPERM, "is no plain file", str(path))
+
+
+def read_plain(path: Path, most_bytes: int) -> bytes:
+    """Returns a file's first bytes. Raises OSError for anything but a plain file."""
+    with open_plain(path) as file:
         return file.read(most_bytes)
 
 

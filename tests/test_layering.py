@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "heap": {"ticking"},
     "types": set(),
     "helper": {"errors", "types"},
-    "config": {"errors", "types"},
+    "config": {"durable", "errors", "types"},
     "demo": {"errors"},
     "policy": {"types", "errors"},
     "telemetry": NOUNS | {"config.sizes", "durable"},

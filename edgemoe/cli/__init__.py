@@ -57,14 +57,15 @@ def _readable(word: str) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from edgemoe.cli.parser import add_default_action, build_parser, split_behind, unknown_word
+    from edgemoe.cli.parser import add_default_action, build_parser, split_behind
+    from edgemoe.cli.wrong_words import empty_word, unknown_word
 
     parser = build_parser()
     if not words:
         parser.print_help()
         return 0
     words, behind = split_behind(add_default_action(words))
-    if wrong := unknown_word(parser, words):
+    if wrong := unknown_word(parser, words) or empty_word(words):
         parser.error(wrong)
     args, rest = parser.parse_known_args(words, argparse.Namespace(behind=behind))
     if len(rest) == 1 and rest[0][:1] != "-" and getattr(args, "message", "") is None:

@@ -23,6 +23,7 @@ from edgemoe.config.paths import PATHS, cluster_folder, fill_paths, search_path
 from edgemoe.config.settings import FORMS, SERVED_NAME, DeviceSettings, NamedModelSettings, Settings, faults
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.config.this_box import fill_this_box
+from edgemoe.durable import read_plain
 from edgemoe.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -143,8 +144,7 @@ def flatten(settings: Settings) -> dict[str, Any]:
 
 def _file_values(file: Path) -> Iterator[tuple[str, SettingValue]]:
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_FILE_BYTES + 1)
+        data = read_plain(file, MAX_FILE_BYTES + 1)
         text = data.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the settings in {file}: {error.strerror}") from error

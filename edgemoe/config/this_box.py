@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.config.settings import ClusterSettings, NodeName
+from edgemoe.durable import read_plain
 from edgemoe.errors import ConfigError
 from edgemoe.types.bounds import Text
 
@@ -29,8 +30,7 @@ def read_this_box(folder: Path) -> ThisBox | None:
     """Returns the content of the file in the folder; None without one. Raises ConfigError for a damaged one."""
     path = folder / THIS_BOX
     try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_FILE_BYTES), type=ThisBox)
+        return msgspec.json.decode(read_plain(path, MAX_FILE_BYTES), type=ThisBox)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # of another user, whose daemon this is not
         return None
     except (OSError, msgspec.MsgspecError) as error:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp
 
-from edgemoe.api.api_keys import KeyRing
+from edgemoe.api.api_keys import KeyRing, read_keys
 from edgemoe.api.app import build, build_forwarded, build_ollama
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.resources import Api
@@ -76,15 +76,33 @@ OPEN_FILES = 65536
 
 
 def reserve(settings: Settings, env: Mapping[str, str] = os.environ) -> BoundPorts:
-    """Binds the TCP addresses of the settings, if any, before the expensive work.
+    """Binds the TCP addresses of the settings, if any, and reads the files that they name, before the expensive work.
 
-    Raises ServiceError if an address is in use or unusable, or another daemon runs with these settings.
+    Raises ServiceError if an address is in use or unusable, or another daemon runs with these settings; ServiceError,
+    ConfigError if a file cannot be used.
     """
+    _check_files(settings)
     engine_path(Path(settings.service.runtime_dir))
     with sole_owner(private_directory(Path(settings.service.runtime_dir)), _elsewhere(settings)):
         if "LISTEN_FDS" not in env:  # else the service manager holds the socket
             clear_path(Path(settings.api.socket))
         return bound_ports(settings.api)
+
+
+def _check_files(settings: Settings) -> None:
+    """Reads the keys and the files of a cluster. Raises ServiceError, ConfigError."""
+    if settings.api.needs_keys:
+        read_keys(Path(settings.api.api_key_file))
+    if settings.cluster.node:
+        from edgemoe.cluster.control.coordination.store_factory import etcd_password, etcd_tls
+        from edgemoe.cluster.rpc.keys import load_secret
+        from edgemoe.front.peers_list import listed
+
+        load_secret(Path(settings.cluster.key_file))
+        listed(settings.cluster)
+        if settings.cluster.coordination == "etcd":
+            etcd_tls(settings.cluster)
+            etcd_password(settings.cluster)
 
 
 def run(

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.durable import read_plain
 from edgemoe.errors import ConfigError
 from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.named_policies import NAMED
 from edgemoe.replay.replay_policies import MAKERS, PolicyMaker
 from edgemoe.replay.run import Replay, ReplayedStep
-from edgemoe.replay.trace import Trace, first, load
+from edgemoe.replay.trace import MOST_TRACE_BYTES, Trace, first, load
 from edgemoe.types.experts import CachePolicy, ExpertGeometry
 
 WINDOWS = {"cold": slice(0, 1500), "warm": slice(5000, 7000)}  # tokens of a set, from nothing known on
 FEWEST = 100  # tokens of a window, or it has no figures
+MOST_SETS_BYTES = 1 << 20
 BOUND = "belady"
 KEYS = {"name", "model", "licence", "source", "files", "experts", "expert_bytes"}
 Misses = npt.NDArray[np.int64]
@@ -62,7 +64,7 @@ class Figures(NamedTuple):
 def read_sets(path: Path) -> list[TraceSet]:
     """Reads a file of sets. Raises ConfigError."""
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        found = tomllib.loads(read_plain(path, MOST_SETS_BYTES).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no file of trace sets: {error}") from error
     sets = found.get("set")
@@ -88,7 +90,7 @@ def load_set(traces: TraceSet, folder: Path, limit: int = 0) -> Trace:
     """Reads a set's files, whose digests must be the stated ones. Raises ConfigError, StoreError."""
     for name, stated in traces.files.items():
         try:
-            digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            digest = hashlib.sha256(read_plain(folder / name, MOST_TRACE_BYTES)).hexdigest()
         except OSError as error:
             raise ConfigError(f"{folder / name} cannot be read: {error.strerror}; {traces.source} has it") from error
         if digest != stated:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.durable import read_plain
 from edgemoe.errors import ConfigError, StoreError
 from edgemoe.replay import foreign_traces as foreign
 from edgemoe.telemetry.routing_recording import SUFFIX, read_recording, recordings_in
@@ -26,6 +27,7 @@ from edgemoe.types.arrays import IntArray
 
 Ids = npt.NDArray[np.int16]
 ROUND = 4  # experts per layer are a multiple of it where nobody says: rare ones may not occur in a trace
+MOST_TRACE_BYTES = 1 << 34
 MOST_STEPS = 1000  # of which `touched` takes the mean
 SAME = 0.9  # share of equal routes from which on two tokens at one place of a template count as the same
 
@@ -164,7 +166,7 @@ def _recorded(paths: Sequence[Path]) -> list[Ids]:
 def _parsed(path: Path) -> list[Ids]:
     """Returns the requests of a table, or of a trace of another program, which its name or its beginning tells."""
     try:
-        raw = path.read_bytes()
+        raw = read_plain(path, MOST_TRACE_BYTES)
         name = path.name
         if name.endswith(".gz"):
             raw, name = gzip.decompress(raw), name.removesuffix(".gz")

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.durable import open_plain
 from edgemoe.errors import StoreError
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.step import StepMeta, StepRouting
@@ -67,7 +68,7 @@ def recordings_in(folder: Path) -> list[Path]:
 
 def _is_begun_only(path: Path) -> bool:
     """Returns whether a file ends within its header, or begins with zeros, which power loss leaves."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         head = file.read(len(MAGIC))
         return not head.strip(b"\0") or (MAGIC.startswith(head) and not _block(path, file))
 
@@ -77,7 +78,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[StepRouting]]:
 
     A file that a crash cut short ends with its last complete block.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"{path} is no recording of routing, or of a later version")
         header = _decode(path, _block(path, file), RecordingHeader)
@@ -88,7 +89,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, Iterator[StepRouting]]:
 
 
 def _steps(path: Path, header: RecordingHeader) -> Iterator[StepRouting]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(len(MAGIC))
         _block(path, file)
         while block := _block(path, file):

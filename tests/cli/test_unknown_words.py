@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser import SYNONYMS, CommandParser, build_parser, unknown_word
+from edgemoe.cli.parser import CommandParser, build_parser
+from edgemoe.cli.wrong_words import SYNONYMS, TAKE_TEXT, empty_word, unknown_word
 
 
 def commands(parser: CommandParser, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
@@ -55,6 +56,26 @@ def test_each_option_is_suggested(words: tuple[str, ...]) -> None:
                 assert "did you mean --" in said or len(option) < 6, said
                 right, count = right + (f"did you mean {option}?" in said), count + 1
     assert right >= 0.9 * count
+
+
+@pytest.mark.parametrize("words", [words for words, parser in [((), PARSER), *COMMANDS] if dict(parser.inner())])
+def test_an_option_before_a_command_or_action_is_told_its_place(words: tuple[str, ...]) -> None:
+    for option in (["--config", "FILE"], ["--config=FILE"], ["--" + "x" * 10_000]):
+        said = unknown_word(PARSER, [*words, *option, "serve"])
+        assert said.startswith(f"options come behind the {'action' if words else 'command'}: edgemoe"), said
+        assert len(said) < 200
+    for known in ("--help", "-h"):
+        assert not unknown_word(PARSER, [*words, known])
+
+
+@pytest.mark.parametrize("words", [words for words, parser in COMMANDS if not dict(parser.inner())], ids=" ".join)
+def test_an_empty_word_is_refused(words: tuple[str, ...]) -> None:
+    (parser,) = (parser for other, parser in COMMANDS if other == words)
+    options = [name for name, _ in parser.words() if name.startswith("--")]
+    cases = [["", "x"], *([option, ""] for option in options), *([f"{option}="] for option in options)]
+    for case in cases:
+        assert bool(empty_word([*words, *case])) == (words[0] not in TAKE_TEXT)
+    assert not empty_word([*words, "x", "--set", "model.path=", "--set=model.path=", "--", "-"])
 
 
 @pytest.mark.parametrize("words", [words for words, _ in COMMANDS], ids=" ".join)

@@ -18,10 +18,11 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from edgemoe.durable import create_file
+from edgemoe.durable import create_file, open_plain, read_plain
 from edgemoe.errors import ConfigError
 from edgemoe.types.bounds import MAX_NODES, Text, Word, is_port
 
+MOST_LIST_BYTES = 1 << 20
 NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,15})?\]")
 
@@ -126,7 +127,7 @@ def public_of(secret: bytes) -> bytes:
 def load_secret(path: Path) -> Secret:
     """Reads a secret key. Raises ConfigError where the file is missing, readable by others, or no key."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             info = os.fstat(file.fileno())
             text = file.read(256).strip()
     except OSError as error:
@@ -141,7 +142,10 @@ def load_secret(path: Path) -> Secret:
 def load_peers(path: Path) -> dict[str, Peer]:
     """Returns the peers listed in a TOML file by node name. Raises ConfigError."""
     try:
-        entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")).get("peer", []), list[_Entry])
+        text = read_plain(path, MOST_LIST_BYTES + 1).decode()
+        if len(text) > MOST_LIST_BYTES:
+            raise ConfigError(f"{path}: larger than {MOST_LIST_BYTES} bytes, which no list of peers is")
+        entries = msgspec.convert(tomllib.loads(text).get("peer", []), list[_Entry])
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: the list of peers cannot be read: {error}") from error
     peers = [Peer(**msgspec.structs.asdict(entry)) for entry in entries]

@@ -13,9 +13,11 @@ from edgemoe.cluster.control.coordination.etcd import EtcdStore, MemberStore, Ow
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.roster import Roster
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.durable import open_plain, read_plain
 from edgemoe.errors import ConfigError
 
 RAFT_VOTERS = 3  # with fewer, none may fail
+MOST_PASSWORD_BYTES = 4096
 
 
 def is_voter(settings: ClusterSettings, voters: Sequence[str], roster: Roster | None) -> bool:
@@ -59,9 +61,9 @@ def make_store(
                 [url.strip().rstrip("/") for url in settings.etcd.split(",")],
                 settings.etcd_prefix,
                 settings.lease_s,
-                _tls(settings),
+                etcd_tls(settings),
                 settings.etcd_user,
-                _password(settings),
+                etcd_password(settings),
             )
 
 
@@ -82,10 +84,13 @@ def voters_fault(settings: ClusterSettings, peers: Mapping[str, Peer], voters: S
     return ""
 
 
-def _tls(settings: ClusterSettings) -> ssl.SSLContext | None:
+def etcd_tls(settings: ClusterSettings) -> ssl.SSLContext | None:
+    """Returns the certificates for an etcd of the owner's; None if the settings name none. Raises ConfigError."""
     if not settings.etcd_ca and not settings.etcd_cert:
         return None
     try:
+        for file in filter(None, (settings.etcd_ca, settings.etcd_cert, settings.etcd_key)):
+            open_plain(Path(file)).close()
         context = ssl.create_default_context(cafile=settings.etcd_ca or None)
         if settings.etcd_cert:
             context.load_cert_chain(settings.etcd_cert, settings.etcd_key or None)
@@ -94,10 +99,16 @@ def _tls(settings: ClusterSettings) -> ssl.SSLContext | None:
     return context
 
 
-def _password(settings: ClusterSettings) -> str:
+def etcd_password(settings: ClusterSettings) -> str:
+    """Returns the password for an etcd of the owner's; "" if the settings name none. Raises ConfigError."""
     if not settings.etcd_password_file:
         return ""
     try:
-        return Path(settings.etcd_password_file).read_text(encoding="utf-8").strip()
+        password = read_plain(Path(settings.etcd_password_file), MOST_PASSWORD_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster.etcd_password_file cannot be read: {error}") from error
+    if len(password) > MOST_PASSWORD_BYTES:
+        raise ConfigError(
+            f"cluster.etcd_password_file is larger than {MOST_PASSWORD_BYTES} bytes, which no password is"
+        )
+    return password.strip()
