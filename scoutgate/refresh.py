@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from edgemoe.cli.output import progress_bar
 from edgemoe.config.loading import load
 from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate_model import its_and_ours, read_export, write_export
 from edgemoe.rights import become_owner
-from edgemoe.store.catalog import progress_bar, store_of
+from edgemoe.store.catalog import store_of
 from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings
 from scoutgate.data import Recording

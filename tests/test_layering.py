@@ -137,6 +137,7 @@ LAYERS: dict[str, set[str]] = {
         "errors",
         "durable",
         "rights",
+        "cli.output",
         "types",
         "config",
         "encodings",

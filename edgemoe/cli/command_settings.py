@@ -77,9 +77,9 @@ def show_progress(what: str) -> AbstractContextManager[Progress]:
     if sys.stderr.isatty():
         from rich.console import Console
 
-        from edgemoe.store import catalog as models
+        from edgemoe.cli.output import progress_bar
 
-        return models.progress_bar(what, Console(stderr=True))
+        return progress_bar(what, Console(stderr=True))
     return contextlib.nullcontext(_logged(what))
 
 

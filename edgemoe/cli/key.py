@@ -17,7 +17,6 @@ from edgemoe.errors import ServiceError
 from edgemoe.rights import become_owner
 
 PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
-FIRST = "default"  # name of the key that `edgemoe serve` makes where there is none
 
 
 def run(args: argparse.Namespace) -> int:

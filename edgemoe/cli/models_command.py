@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from edgemoe.cli.client import Client, socket_of
-from edgemoe.cli.output import console
-from edgemoe.cli.served_models_table import served_table
+from edgemoe.cli.model_tables import packed_listing, served_table
+from edgemoe.cli.output import console, progress_bar
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.outputs import CONTROL
@@ -42,7 +42,7 @@ def _list(store_dir: Path, *, as_json: bool) -> None:
         print(json.dumps([asdict(card) for card in cards], indent=2))
     else:
         screen = console()
-        listed = models.listing(store_dir, screen.width)
+        listed = packed_listing(store_dir, screen.width)
         print(CONTROL.sub("", listed)) if isinstance(listed, str) else screen.print(listed)
 
 
@@ -56,7 +56,7 @@ def _show_served(args: argparse.Namespace) -> None:
 
 
 def _verify(store: Path) -> int:
-    with models.progress_bar(f"verifying {store.name}", Console(stderr=True)) as progress:
+    with progress_bar(f"verifying {store.name}", Console(stderr=True)) as progress:
         faults = models.verify(store, progress)
     print("\n".join(map(str, faults)) if faults else f"{store} is whole")
     return EXIT_DAMAGED if faults else 0

@@ -17,7 +17,6 @@ import msgspec
 
 from edgemoe.api.api_keys import new_key
 from edgemoe.cli.command_settings import check_processor, read_settings, show_progress, written_paths
-from edgemoe.cli.key import FIRST
 from edgemoe.config.loading import LoadedSettings, load
 from edgemoe.config.paths import default_socket
 from edgemoe.config.served_models import served_models
@@ -31,6 +30,7 @@ from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
+FIRST_KEY = "default"  # name of the key that is made where there is none
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -126,5 +126,5 @@ def _have_a_key(loaded: LoadedSettings) -> None:
     """Makes the first key, in the default file only: one that is named and not there is a mistake."""
     file = Path(loaded.settings.api.api_key_file)
     if not file.exists() and loaded.origins["api.api_key_file"] == "default":
-        new_key(file, FIRST)
+        new_key(file, FIRST_KEY)
         log.info("a key is made", extra={"file": file})

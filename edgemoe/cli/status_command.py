@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.model_tables import served_table
 from edgemoe.cli.output import console
-from edgemoe.cli.served_models_table import served_table
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import ServiceError
 from edgemoe.telemetry import metrics as names

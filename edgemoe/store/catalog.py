@@ -6,20 +6,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 
 from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
-from edgemoe.config.sizes import format_size
 from edgemoe.durable import remove_file, remove_tree
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.families.config import spec_from_config
@@ -107,23 +102,7 @@ def _of_groups(bits: int, group: object, is_reordered: bool) -> str:
 
 
 P = ParamSpec("P")
-MOST_COLUMNS = 10_000
 UNFINISHED = "unfinished: pack or pull it again to go on"
-
-
-@contextmanager
-def progress_bar(title: str, console: Console | None = None) -> Iterator[Progress]:
-    """Opens a bar with rate and time left; yields its `progress` callback for `pack` and `verify`."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task(title, visible=False)
-        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME
@@ -213,40 +192,6 @@ class StoreCard:
         """Returns when that was, to the minute."""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.last_used_s)) if self.last_used_s else ""
         return "now" if self.in_use else when
-
-
-def listing(store_dir: str | Path, width: int) -> Table | str:
-    """Returns the `table`, or two lines for each store if that is wider than `width`; a line if there is no store."""
-    if not find_stores(store_dir):
-        return f"No packed models in {store_dir}. `edgemoe pull OWNER/NAME` and `edgemoe pack FOLDER` make some."
-    found = table(store_dir)
-    if Console(width=MOST_COLUMNS).measure(found).maximum <= width:
-        return found
-    lines = [f"Packed models in {store_dir}"]
-    for path in find_stores(store_dir):
-        card = describe(path)
-        known = [card.family, f"{card.layers} layers", f"experts {card.experts}", card.precision] if card.bytes else []
-        known += [format_size(card.bytes)] if card.bytes else []
-        known += [f"last use {card.last_use}"] if card.last_use else []
-        lines += [path.name, f"  {'; '.join([*known, card.state])}"]
-    return "\n".join(lines)
-
-
-def table(store_dir: str | Path) -> Table:
-    """Returns a table of the stores in `store_dir`, one row each."""
-    found = Table(title=f"Packed models in {store_dir}")
-    found.add_column("store", no_wrap=True)  # a whole name, for `verify` and `remove`
-    for heading in ("family", "layers", "experts", "precision"):
-        found.add_column(heading)
-    found.add_column("size", justify="right")
-    found.add_column("last use")
-    found.add_column("state", overflow="fold")
-    for path in find_stores(store_dir):
-        card = describe(path)
-        size, layers = (format_size(card.bytes), str(card.layers)) if card.bytes else ("", "")
-        row = (card.family, layers, card.experts, card.precision, size, card.last_use, card.state)
-        found.add_row(path.name, *row)
-    return found
 
 
 def describe(path: Path) -> StoreCard:

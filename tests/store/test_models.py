@@ -14,6 +14,8 @@ from rich.console import Console
 from edgemoe import demo
 from edgemoe.cli import main
 from edgemoe.cli.command_settings import show_progress
+from edgemoe.cli.model_tables import packed_listing, packed_table
+from edgemoe.cli.output import progress_bar
 from edgemoe.cli.serve_command import ready_text
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CheckpointError, CorruptExpert, StoreError
@@ -80,7 +82,7 @@ def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Ma
     (tmp_path / "begun" / JOURNAL).write_text("{}")
     (tmp_path / "unrelated").mkdir()
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(models.table(tmp_path))
+    console.print(packed_table(tmp_path))
     console.file.close()
     text = console.export_text()
     assert whole.name in text
@@ -236,7 +238,7 @@ def test_a_store_in_use_is_not_removed(store: Path) -> None:
 
 def test_the_bar_shows_rate_and_time_left(checkpoint: Make, tmp_path: Path) -> None:
     console = Console(width=120, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    with models.progress_bar("packing tiny", console) as progress:
+    with progress_bar("packing tiny", console) as progress:
         pack(checkpoint(), tmp_path, progress)
     console.file.close()
     text = console.export_text()
@@ -249,7 +251,7 @@ def test_a_name_is_on_one_line_however_narrow_the_terminal(checkpoint: Make, tmp
     made = shutil.copytree(checkpoint(), tmp_path / "Qwen3-235B-A22B-Instruct")
     store = ensure_store(made, tmp_path / "stores")
     console = Console(width=width, record=True, file=io.StringIO(), markup=False)
-    listed = models.listing(tmp_path / "stores", width)
+    listed = packed_listing(tmp_path / "stores", width)
     console.print(listed, soft_wrap=isinstance(listed, str))
     lines = console.export_text().splitlines()
     assert sum(store.name in line for line in lines) == 1
@@ -257,7 +259,7 @@ def test_a_name_is_on_one_line_however_narrow_the_terminal(checkpoint: Make, tmp
 
 
 def test_a_folder_without_stores_is_said_to_be_empty(tmp_path: Path) -> None:
-    listed = models.listing(tmp_path / "missing", 80)
+    listed = packed_listing(tmp_path / "missing", 80)
     assert isinstance(listed, str)
     assert listed.startswith(f"No packed models in {tmp_path / 'missing'}")
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
+from edgemoe.cli.model_tables import packed_table
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store import catalog as models
@@ -114,7 +115,7 @@ class _Door:
 def _use(store: Path) -> Experts:
     """Uses a store as a daemon and `edgemoe models` do. Returns the experts' bytes."""
     models.verify(store)
-    models.table(store.parent)
+    packed_table(store.parent)
     manifest = Manifest.load(store)
     spec = spec_of(manifest)
     verify_copies(store, manifest)
