@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -108,26 +109,41 @@ AGENTS = {
 }
 
 
+CLINE = Played(
+    "cline@3.0.65",
+    lambda folder: ["say goodbye"],
+    lambda folder: [
+        f"{THOUGHT}{call('read_files', files=[{'path': str(folder / 'greet.txt')}])}",
+        call("editor", path=str(folder / "greet.txt"), old_text="hello", new_text="goodbye"),
+        DONE,
+    ],
+    "Cline",
+    "",
+)
+
+
 @pytest.fixture(scope="module", params=AGENTS)
 def agent(request: Any) -> tuple[str, Path]:
     """The name of an agent and the folder of its program. Skips where it cannot be had."""
-    name: str = request.param
+    return request.param, programs_of(request.param, AGENTS[request.param])
+
+
+def programs_of(name: str, played: Played) -> Path:
+    """Returns the folder of an agent's program, which is installed if it is missing. Skips where it cannot be had."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    home = KEPT / AGENTS[name].package.rpartition("@")[0].replace("/", "-")
+    package = played.package.rpartition("@")[0]
+    home = KEPT / package.replace("/", "-")
     program = home / "node_modules/.bin" / name
     if not program.exists():
-        words = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home)]
-        done = subprocess.run(
-            [*words, AGENTS[name].package], capture_output=True, text=True, timeout=INSTALL_S, check=False
-        )
+        words = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), played.package]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=INSTALL_S, check=False)
         for script in ("install.cjs", "postinstall.mjs"):  # npm asks before it runs the scripts of packages
-            folder = home / "node_modules" / AGENTS[name].package.rpartition("@")[0]
-            if (folder / script).is_file():
+            if (folder := home / "node_modules" / package).joinpath(script).is_file():
                 subprocess.run(["node", script], cwd=folder, capture_output=True, timeout=INSTALL_S, check=False)
         if not program.exists():
-            pytest.skip(f"{AGENTS[name].package} cannot be installed: {done.stderr[-200:]}")
-    return name, program.parent
+            pytest.skip(f"{played.package} cannot be installed: {done.stderr[-200:]}")
+    return program.parent
 
 
 @asynccontextmanager
@@ -212,6 +228,22 @@ async def test_an_agent_with_the_pages_settings_edits_a_file(
 
 @pytest.mark.slow
 @pytest.mark.asyncio
+async def test_cline_after_the_pages_commands_edits_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = programs_of("cline", CLINE)
+    work, home = tmp_path / "work", tmp_path / "home"
+    for each in (work, home):
+        each.mkdir()
+    async with model(tmp_path, CLINE.turns(work), monkeypatch) as front:
+        signs_in, _ = block_of(CLINE.heading).strip().splitlines()
+        signs_in = signs_in.replace("127.0.0.1:8080", front.settings.api.tcp).replace("THE-KEY", KEY)
+        env = environment(home, programs) | {"CLINE_SESSION_BACKEND_MODE": "local"}  # leaves no process behind
+        words = [str(programs / "cline"), *shlex.split(signs_in.replace("edgemoe-demo", "tiny"))[1:]]
+        await asyncio.to_thread(subprocess.run, words, env=env, stdin=DEVNULL, timeout=ANSWER_S, check=True)
+        await edits([str(programs / "cline"), *CLINE.words(work)], work, env)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
 async def test_codex_calls_the_tool_of_an_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = KEPT / "@openai-codex/node_modules/.bin"
     if not (programs / "codex").exists():
@@ -236,6 +268,6 @@ def block_of(heading: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_the_page_names_the_release_that_is_tried(name: str) -> None:
-    assert AGENTS[name].package.rpartition("@")[2] in PAGE.read_text()
+@pytest.mark.parametrize("played", [*AGENTS.values(), CLINE], ids=lambda played: played.package)
+def test_the_page_names_the_release_that_is_tried(played: Played) -> None:
+    assert played.package.rpartition("@")[2] in PAGE.read_text()
