@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 import msgspec
 import numpy as np
@@ -208,8 +208,9 @@ class DiskPrefixes:
         coming = self._begin_batch(keys[here : here + most], buffers[0][:, :size])
         try:
             for turn, first in enumerate(firsts, 1):
-                entries = list(takewhile(lambda entry: entry is not None, (future.result() for future in coming)))
-                wanted, coming = len(coming), []
+                found = chain.from_iterable(future.result() for future in coming)
+                entries = list(takewhile(lambda entry: entry is not None, found))
+                wanted, coming = len(keys[first : first + most]), []
                 if len(entries) == wanted:
                     after = first + wanted
                     coming = self._begin_batch(keys[after : after + most], buffers[turn % 2][:, :size])
@@ -221,12 +222,14 @@ class DiskPrefixes:
             wait(coming)  # they write to the buffers
         return here
 
-    def _begin_batch(self, keys: Sequence[bytes], buffer: ByteArray) -> list[Future[ByteArray | None]]:
-        """Begins to read blocks into the rows of `buffer`."""
-        read = self._files.read
+    def _begin_batch(self, keys: Sequence[bytes], buffer: ByteArray) -> list[Future[list[ByteArray | None]]]:
+        """Begins to read blocks into the rows of `buffer`, each thread a part of them in order."""
+        names, part = [(key, EntryKind.BLOCK) for key in keys], max(1, -(-len(keys) // READERS))
         return [
-            self._readers.submit(read, (key, EntryKind.BLOCK), row)
-            for key, row in zip(keys, buffer[: len(keys)], strict=True)
+            self._readers.submit(
+                self._files.read_run, names[at : at + part], list(buffer[at : min(at + part, len(keys))])
+            )
+            for at in range(0, len(keys), part)
         ]
 
     def _store_batch(self, keys: Sequence[bytes], first: int, entries: Sequence[ByteArray | None]) -> int:

@@ -33,6 +33,7 @@ DIGEST_BYTES = 16  # of header and table, behind them
 ALIGNMENT = 4096
 MOST_ENTRIES = 1 << 17
 SUFFIX = ".kv"
+MOST_AT_ONCE = 512  # entries that one call reads: IOV_MAX is 1024
 LARGEST_SHARE = 0.5  # of the budget that one file may take
 
 
@@ -90,28 +91,51 @@ class PrefixFiles:
         """Returns the bytes of all models' files."""
         return sum(size for _, _, size in self._all_files())
 
-    def read(self, name: EntryName, into: ByteArray | None = None) -> ByteArray | None:
-        """Returns an entry, read `into` memory of its size if given; None where it is gone. From any thread.
+    def read(self, name: EntryName) -> ByteArray | None:
+        """Returns an entry; None where it is gone. From any thread."""
+        return self.read_run([name], [np.empty(self._sizes[name[1]], np.uint8)])[0]
 
-        A file with a damaged entry is deleted.
+    def read_run(self, names: Sequence[EntryName], rows: Sequence[ByteArray]) -> list[ByteArray | None]:
+        """Reads entries into rows of their sizes. Returns the rows, None for an entry that is gone. From any thread.
+
+        Neighbours in a file are read at once. A file with a damaged entry is deleted.
         """
-        entry = self._entries.get(name)
-        if entry is None:
-            return None
-        data = np.empty(self._sizes[name[1]], np.uint8) if into is None else into
+        found: list[ByteArray | None] = []
+        while (first := len(found)) < len(names):
+            entries = self._neighbours(names[first:])
+            found += self._read_neighbours(entries, rows[first : first + len(entries)]) if entries else [None]
+        return found
+
+    def _neighbours(self, names: Sequence[EntryName]) -> list[SavedEntry]:
+        """Returns the places of the leading entries that lie behind each other in one file."""
+        entries: list[SavedEntry] = []
+        end = 0
+        for name in names[:MOST_AT_ONCE]:
+            entry = self._entries.get(name)
+            if entry is None or (entries and (entry.file, entry.offset) != (entries[0].file, end)):
+                break
+            entries.append(entry)
+            end = entry.offset + self._sizes[name[1]]
+        return entries
+
+    def _read_neighbours(self, entries: Sequence[SavedEntry], rows: Sequence[ByteArray]) -> list[ByteArray | None]:
+        file = entries[0].file
+        gone: list[ByteArray | None] = [None] * len(entries)
         try:
-            fd = open_kept(entry.file, writable=False)
+            fd = open_kept(file, writable=False)
         except OSError:
-            self._forget(entry.file)
-            return None
+            self._forget(file)
+            return gone
         try:
-            count = os.preadv(fd, [data.data], entry.offset)
+            rest_bytes = os.preadv(fd, [row.data for row in rows], entries[0].offset)
         finally:
             os.close(fd)
-        if count != len(data) or xxhash.xxh3_128_digest(data.data) != entry.digest:
-            self._discard(entry.file, "an entry is damaged")
-            return None
-        return data
+        for at, (entry, row) in enumerate(zip(entries, rows, strict=True)):
+            rest_bytes -= len(row)
+            if rest_bytes < 0 or xxhash.xxh3_128_digest(row.data) != entry.digest:
+                self._discard(file, "an entry is damaged")
+                return [*rows[:at], *gone[at:]]
+        return list(rows)
 
     def save(self, names: Sequence[EntryName], read: Callable[[EntryName], ByteArray | None]) -> int:
         """Writes the entries that are not here, in order, until `read` returns None. Returns the bytes written.

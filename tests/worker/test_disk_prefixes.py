@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from support.waiting import until
 from edgemoe.ipc.messages import Submit
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import EntryKind
-from edgemoe.worker import disk_prefixes
+from edgemoe.worker import disk_prefixes, prefix_files
 from edgemoe.worker.disk_prefixes import LEAST_BLOCKS, DiskPrefixes
-from edgemoe.worker.prefix_files import ALIGNMENT, PrefixFiles
+from edgemoe.worker.prefix_files import ALIGNMENT, EntryName, PrefixFiles
 
 LENGTH, TOKENS, BLOCKS = 200, 24, 32
 PROMPT = prompt(LENGTH, 1, 96)
@@ -253,6 +253,46 @@ def test_a_disk_that_is_full_or_read_only_costs_nothing_else(tmp_path: Path) -> 
     assert files.save(names, lambda name: np.full(64, name[0][0], np.uint8)) == 8 * 64
     assert [int(data[0]) for name in names if (data := files.read(name)) is not None] == list(range(8))
     assert files.read((b"?" * 16, EntryKind.BLOCK)) is None
+
+
+def named(numbers: Iterable[int]) -> list[EntryName]:
+    return [(bytes([n]) * 16, EntryKind.BLOCK) for n in numbers]
+
+
+def test_neighbours_in_a_file_are_read_at_once_and_each_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = PrefixFiles(tmp_path, "m", 1 << 20, {EntryKind.BLOCK: 64, EntryKind.STATE: 0})
+    files.open()
+    for numbers in (range(8), range(8, 12)):
+        files.save(named(numbers), lambda name: np.full(64, name[0][0], np.uint8))
+    opened: list[Path] = []
+    real = prefix_files.open_kept
+    monkeypatch.setattr(prefix_files, "open_kept", lambda path, **how: opened.append(path) or real(path, **how))
+
+    def read(numbers: Sequence[int]) -> list[int | None]:
+        opened.clear()
+        found = files.read_run(named(numbers), list(np.empty((len(numbers), 64), np.uint8)))
+        return [None if row is None else int(row[0]) for row in found]
+
+    cases: list[tuple[list[int], int]] = [
+        ([*range(12)], 2),
+        ([3, 4, 5, 6], 1),
+        ([5, 4, 6], 3),
+        ([0, 1, 9, 10], 2),
+        ([], 0),
+    ]
+    for wanted, opens in cases:
+        assert (read(wanted), len(opened)) == (wanted, opens)
+    assert (read([6, 99, 7, 8]), len(opened)) == ([6, None, 7, 8], 3)
+    monkeypatch.setattr(prefix_files, "MOST_AT_ONCE", 3)
+    assert (read([*range(8)]), len(opened)) == ([*range(8)], 3)
+    first, _ = sorted(tmp_path.glob("m/*.kv"), key=lambda path: -path.stat().st_size)
+    with first.open("r+b") as file:
+        file.seek(-64 * 3, os.SEEK_END)
+        file.write(b"?")
+    assert read([4, 5, 6, 8]) == [4, None, None, 8], "the entries behind a damaged one are in a file that is gone"
+    assert (files.corrupt, first.exists()) == (1, False)
 
 
 def _raise(error: OSError) -> None:
