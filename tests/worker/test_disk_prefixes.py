@@ -15,6 +15,7 @@ from support.engine_kit import Drive, Model, plain_model, prompt
 from support.kv_kinds import KV_KINDS, kv_kind
 from support.waiting import until
 
+from edgemoe.durable import open_kept
 from edgemoe.ipc.messages import Submit
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import EntryKind
@@ -267,8 +268,12 @@ def test_neighbours_in_a_file_are_read_at_once_and_each_is_checked(
     for numbers in (range(8), range(8, 12)):
         files.save(named(numbers), lambda name: np.full(64, name[0][0], np.uint8))
     opened: list[Path] = []
-    real = prefix_files.open_kept
-    monkeypatch.setattr(prefix_files, "open_kept", lambda path, **how: opened.append(path) or real(path, **how))
+
+    def noted(path: Path, **how: bool) -> int:
+        opened.append(path)
+        return open_kept(path, **how)
+
+    monkeypatch.setattr(prefix_files, "open_kept", noted)
 
     def read(numbers: Sequence[int]) -> list[int | None]:
         opened.clear()
