@@ -87,6 +87,9 @@ class PlainPaths:
             return path[at:]
         if path.startswith(f"{VERSION}/") and not path.startswith(ENGINES):
             return path
+        _, of_model, name = whole.partition(MODEL)
+        if of_model and not whole.startswith(LM_STUDIOS):
+            return f"{VERSION}{MODEL}{name}"
         last = whole.rpartition("/")[2]
         found = (own for own in (f"{VERSION}/chat/{last}", f"{VERSION}/{last}") if self._ends_so(whole, own))
         return next(found, whole)
@@ -97,6 +100,8 @@ class PlainPaths:
 
 SLASHES = re.compile(r"/{2,}")
 VERSION = "/v1"
+MODEL = "/models/"  # a model's name follows
+LM_STUDIOS = ("/api/v0/models/", "/api/v1/models/download/")  # paths of its own, with a name or a job behind
 ENGINES = "/v1/engines/"  # OpenAI's first form: the model's name follows, as behind Azure's deployments
 PER_S, AT_ONCE = 50.0, 200.0  # requests of one address without a key
 ALL_PER_S, ALL_AT_ONCE = 200.0, 400.0  # of all addresses together
