@@ -35,6 +35,18 @@ FLOODS: dict[str, tuple[int, int, int]] = {  # requests at once, tokens of the p
 }
 
 
+def test_a_step_that_is_held_up_counts_at_most_twice_its_usual_duration() -> None:
+    held_up, twice = StepPrices(), StepPrices()
+    for prices, late_s in ((held_up, 60.0), (twice, 0.02)):
+        for _ in range(5):
+            prices.observe(1, 0.01)
+            prices.observe(64, 0.04)
+        prices.observe(1, late_s)
+    assert [held_up.tokens_within(1.5, tokens) for tokens in (1, 8, 64)] == [
+        twice.tokens_within(1.5, tokens) for tokens in (1, 8, 64)
+    ]
+
+
 class SteppedScheduler:
     """Schedules steps that take the time of a cost model. Every request gets the token 1."""
 

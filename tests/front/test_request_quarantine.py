@@ -63,6 +63,15 @@ def test_a_request_is_refused_for_a_time_after_the_last_engine_that_ended_with_i
     assert held.table.describe() == {"requests": 0, "principals": 0}
 
 
+def test_a_refusal_tells_the_seconds_that_are_left() -> None:
+    held = Quarantined()
+    held.table.add(asked(1))
+    held.now_s += 600.0
+    with pytest.raises(RequestQuarantined, match=f"in {REQUEST_S - 600.0:.0f} s") as refused:
+        held.table.check(asked(1))
+    assert refused.value.retry_after_s == REQUEST_S - 600.0
+
+
 def test_a_principal_with_several_fatal_requests_is_refused_and_nobody_else() -> None:
     held = Quarantined()
     for prompt in range(MAX_FATAL):
