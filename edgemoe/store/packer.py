@@ -148,6 +148,7 @@ def pack(
     dest = Path(dest_dir).expanduser()
     with os_errors_as_store_error(dest):
         make_folder(dest)
+        refuse_foreign(dest)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
@@ -313,6 +314,13 @@ def start_over(store: Path) -> None:
         log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
         for file in (store / DENSE, *store.glob("experts/layer_*.safetensors"), *store.glob("rows_*.safetensors")):
             remove_file(file, missing_ok=True)
+        return
+    refuse_foreign(store)
+
+
+def refuse_foreign(store: Path) -> None:
+    """Raises StoreError for a folder that has files, and none of a store. To be called before one is made in it."""
+    if any((store / file).exists() for file in (MANIFEST, JOURNAL, IDENTITY)):
         return
     ours = re.compile(rf"{LOCK}|{ARRIVING}|{re.escape(JOURNAL)}\..*\.?tmp|lost\+found")
     if others := [path.name for path in store.iterdir() if not ours.fullmatch(path.name)]:

@@ -29,6 +29,7 @@ from support.waiting import wait_until
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
+from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.catalog import verify
 from edgemoe.store.files import lock_store
 from edgemoe.store.layout import WantedEncodings
@@ -388,10 +389,14 @@ def test_a_file_of_a_model_is_told_from_its_folder(checkpoint: Make) -> None:
 
 
 def test_a_directory_with_other_things_in_it_is_left_alone(checkpoint: Make, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tmp").write_text("years of work")
-    with pytest.raises(StoreError, match=r"thesis\.tmp"):
-        pack(checkpoint(), tmp_path)
-    assert (tmp_path / "thesis.tmp").read_text() == "years of work"
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    (desk / "thesis.tmp").write_text("years of work")
+    for pack_into in (pack, pack_arrived):
+        with pytest.raises(StoreError, match=r"thesis\.tmp"):
+            pack_into(checkpoint(), desk)
+    assert [file.name for file in desk.iterdir()] == ["thesis.tmp"]
+    assert (desk / "thesis.tmp").read_text() == "years of work"
 
 
 def test_a_store_of_another_version_is_refused(checkpoint: Make, store: Path) -> None:
