@@ -37,7 +37,7 @@ from edgemoe.store.checkpoint import (
     read_json,
     weight_files,
 )
-from edgemoe.store.files import lock_store, os_errors_as_store_error
+from edgemoe.store.files import LOCK, lock_store, os_errors_as_store_error
 from edgemoe.store.layout import FilePlan, WantedEncodings, plan, plan_layer
 from edgemoe.store.manifest import JOURNAL, MANIFEST, SHARDS, Manifest, clear
 from edgemoe.store.packer import AS_IT_IS, IDENTITY, Progress, finish, no_progress, place_of, refuse_foreign, start_over
@@ -91,7 +91,8 @@ def pack_arrived(
     arriving = _Arriving(Path(source_dir).expanduser(), store, wanted, progress)
     with os_errors_as_store_error(store):
         make_folder(store)
-        refuse_foreign(store)
+        if not (store / LOCK).exists():
+            refuse_foreign(store)
         with lock_store(store, exclusive=True):
             return arriving.run(delete=delete)
 

@@ -148,7 +148,8 @@ def pack(
     dest = Path(dest_dir).expanduser()
     with os_errors_as_store_error(dest):
         make_folder(dest)
-        refuse_foreign(dest)
+        if not (dest / LOCK).exists():
+            refuse_foreign(dest)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
@@ -319,7 +320,7 @@ def start_over(store: Path) -> None:
 
 
 def refuse_foreign(store: Path) -> None:
-    """Raises StoreError for a folder that has files, and none of a store. To be called before one is made in it."""
+    """Raises StoreError for a folder that has files, and none of a store. To be called before its lock is made."""
     if any((store / file).exists() for file in (MANIFEST, JOURNAL, IDENTITY)):
         return
     ours = re.compile(rf"{LOCK}|{ARRIVING}|{re.escape(JOURNAL)}\..*\.?tmp|lost\+found")

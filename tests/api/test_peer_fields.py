@@ -412,6 +412,7 @@ PATHS = [(span, *spans(own)) for cell, own in rows("path | served as") for span 
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("path", "own"), PATHS)
 async def test_a_path_is_served_in_every_way_without_a_redirect(http: httpx.AsyncClient, path: str, own: str) -> None:
+    path, own = (each.replace("models/NAME", "models/tiny") for each in (path, own))
     url = httpx.URL("http://edgemoe").copy_with(raw_path=path.encode())
     if own.endswith("completions"):
         answer = await http.post(url, json={"messages": MESSAGES})

@@ -149,7 +149,7 @@ class EngineBox:
         return [one.token for one in self.emitted if one.request == name and one.token is not None]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, tag: str = "", within_s: float = 30.0
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, tag: str = "", within_s: float = WITHIN_S
     ) -> list[list[int]]:
         """Returns greedy tokens of all prompts, run together."""
         for n, prompt in enumerate(prompts):
