@@ -34,6 +34,9 @@ HERE = -1
 # the last part is sent, the link is idle while the peer computes it.
 EXPERT_CALL_S = 0.01  # that a part takes on the link, there and back,
 EXPERT_CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
+SLOW_FACTOR = (
+    4.0  # a peer with an expert in memory that takes this multiple of another's time, reading included, is too slow
+)
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after this multiple of its expected time, and at least this time
 FEW_TOKENS = 16  # of a layer-step; larger layer-steps are compared among themselves
 MOST_COMPUTED = 1 << 10  # experts of a step that are remembered as computed by peers
@@ -164,18 +167,23 @@ class PeerLayerStep:
         """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours.
 
         A peer's disk is for experts that no other peer has in memory, since the peer computes nothing while it reads.
+        A peer that is slower by SLOW_FACTOR does not count as having them.
         """
         now_s = time.monotonic()
         if now_s >= self.end_s:
             return []
         found = self.remote.peers.offers(self.layer, group.experts)
         offers = [offer for offer in found if tried.get(offer.node, 0.0) <= now_s]
-        in_memory = np.logical_or.reduce([offer.wait_s <= 0 for offer in offers])
-        least_s = np.where(in_memory, np.inf, self.remote.costs.read_s(self.layer))
-        return [
-            offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, least_s), 0.0))
-            for offer in offers
-        ]
+        if not offers:
+            return []
+        waits_s = np.array([offer.wait_s for offer in offers])  # [offers, n]: 0 in memory, inf if it has no copy
+        if not (reads := (waits_s > 0) & (waits_s < np.inf)).any():
+            return offers
+        waits_s[reads] = np.maximum(waits_s[reads], self.remote.costs.read_s(self.layer))
+        ends_s = waits_s + np.array([[offer.open_s + offer.unit_s] for offer in offers])
+        in_memory_s = np.where(reads, np.inf, ends_s).min(axis=0)  # inf if no peer has it there
+        waits_s[reads & (in_memory_s < np.inf) & (in_memory_s <= SLOW_FACTOR * ends_s)] = np.inf
+        return [offer._replace(wait_s=wait_s) for offer, wait_s in zip(offers, waits_s, strict=True)]
 
     def _resolve(self, group: TokenGroups, offers: Sequence[PeerCosts], without: Collection[str]) -> IntArray:
         """Returns for each expert [n] the index of the offer to use, or HERE. Raises MissingExpert."""

@@ -258,7 +258,7 @@ def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_pat
         answered = {peer.node: peer.calls for peer in a.side.plane.calls.peers.values()}
         assert brake.reached.is_set(), "b was never asked"
         brake.release.set()
-        assert answered["c"] > 1.3 * answered["b"]  # 42 to 0 if quiet; b is asked if c is late: 41 to 25 if busy
+        assert answered["c"] > 2 * answered["b"]
 
 
 def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:

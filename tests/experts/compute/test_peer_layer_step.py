@@ -15,7 +15,7 @@ import torch
 from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
-from edgemoe.experts.compute.peer_layer_step import PeerExperts
+from edgemoe.experts.compute.peer_layer_step import SLOW_FACTOR, PeerExperts
 from edgemoe.policy import resolve as resolution
 from edgemoe.policy.resolve import PEERS_EACH, WayAssignment, WayCosts
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -260,21 +260,26 @@ def test_sums_of_hidden_states_that_are_not_finite_pass_unchanged() -> None:
     assert out[1].isnan().all()
 
 
-def test_a_peer_s_disk_serves_experts_that_no_other_has_in_memory() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "slower", "asked"),
+    [("bc", 0.5, "c"), ("bc", 2.0, "b"), ("b", 1.0, "b")],
+    ids=["memory, if slower", "not if slower by far", "alone"],
+)
+def test_a_peer_s_disk_serves_experts_that_no_other_has_in_memory(nodes: str, slower: float, asked: str) -> None:
+    read_s = 5e-3
+
     class OneReads(FakePeers):
         """b would read the expert from its disk; c has it in memory, and is slower at that."""
 
         def offers(self, layer: int, experts: IntArray) -> Sequence[PeerCosts]:
             b, *others = super().offers(layer, experts)
-            b = b._replace(wait_s=np.full(len(experts), 1e-6, np.float32))
-            return [b, *(each._replace(open_s=0.1) for each in others)]
+            b = b._replace(wait_s=np.full(len(experts), read_s, np.float32))
+            takes_s = b.open_s + b.unit_s + read_s
+            return [b, *(each._replace(open_s=slower * SLOW_FACTOR * takes_s) for each in others)]
 
-    peers = OneReads(of_ones, 1.0, [AWAY])
+    peers = OneReads(of_ones, 1.0, [AWAY], nodes=nodes)
     assert step(peers, Here(), AWAY) is not None
-    assert peers.asked == ["c"]
-    alone = OneReads(of_ones, 1.0, [AWAY], nodes="b")
-    assert step(alone, Here(), AWAY) is not None
-    assert alone.asked == ["b"]
+    assert peers.asked == [asked]
 
 
 @pytest.mark.parametrize("nodes", [3, 64])
