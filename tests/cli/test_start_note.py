@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,18 @@ class Shown(Exception):
 
 def _raise(text: str) -> None:
     raise Shown(text)
+
+
+def _ended_once_shown(starting: subprocess.Popen[bytes]) -> tuple[list[str], Callable[[str], None]]:
+    """Returns the texts that a command shows, and its way to show them, which ends the starting daemon."""
+    said = list[str]()
+
+    def show(text: str) -> None:
+        said.append(text)
+        if starting.poll() is None:
+            starting.communicate()
+
+    return said, show
 
 
 def test_commands_say_how_far_a_start_is_and_wait_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +144,7 @@ def test_another_s_daemon_that_ends_while_it_starts_is_waited_for_a_moment(
     starting: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "_GAP_S", 0.3)
-    said = list[str]()
-
-    def show(text: str) -> None:
-        said.append(text)
-        if starting.poll() is None:
-            starting.communicate()
-
+    said, show = _ended_once_shown(starting)
     with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="no daemon answers"):
         client.wait_while_loading(show)
     assert said[:2] == ["packing", "it does not answer yet"]
@@ -147,13 +153,7 @@ def test_another_s_daemon_that_ends_while_it_starts_is_waited_for_a_moment(
 def test_a_daemon_that_ends_while_its_start_is_watched_is_not_waited_for(
     starting: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    said = list[str]()
-
-    def show(text: str) -> None:
-        said.append(text)
-        if starting.poll() is None:
-            starting.communicate()
-
+    said, show = _ended_once_shown(starting)
     with Client(tmp_path / "door.sock") as client, pytest.raises(ServiceError, match="no daemon answers"):
         client.wait_while_loading(show, lambda: starting.poll() is None)
     assert said == ["packing"]
