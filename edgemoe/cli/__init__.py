@@ -58,7 +58,7 @@ def _readable(word: str) -> str:
 
 def _run(words: list[str]) -> int:
     from edgemoe.cli.parser import add_default_action, build_parser, split_behind
-    from edgemoe.cli.wrong_words import empty_word, unknown_word
+    from edgemoe.cli.wrong_words import empty_word, left_over, unknown_word
 
     parser = build_parser()
     if not words:
@@ -71,7 +71,7 @@ def _run(words: list[str]) -> int:
     if len(rest) == 1 and rest[0][:1] != "-" and getattr(args, "message", "") is None:
         args.message = rest.pop()  # argparse takes none behind an option, where another word stands before it
     if rest and not args.passes_arguments:
-        parser.error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
+        parser.error(left_over(parser, args.command, rest))
     module, _, function = args.handler.partition(":")
     handler = getattr(importlib.import_module(module), function)
     return int(handler(rest) if args.passes_arguments else handler(args))

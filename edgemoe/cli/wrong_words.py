@@ -50,6 +50,13 @@ def _unknown_option(parser: CommandParser, words: Sequence[str]) -> str:
     return ""
 
 
+def left_over(parser: CommandParser, command: str, words: Sequence[str]) -> str:
+    """Returns an error text for words that no option or argument of the command took."""
+    if words[0] in dict(dict(parser.inner())[command].inner()):
+        return f"options come behind the action: edgemoe {command} {words[0]} --OPTION ..."
+    return f"unknown arguments: {' '.join(words)}; see `edgemoe {command} --help`"
+
+
 def empty_word(words: Sequence[str]) -> str:
     """Returns an error text for a path, name or value that is empty, as of an unset variable; "" where none is."""
     for before, word in pairwise(words):

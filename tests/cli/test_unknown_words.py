@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser import CommandParser, build_parser
+from edgemoe.cli.parser import DEFAULT_ACTIONS, CommandParser, build_parser
 from edgemoe.cli.wrong_words import SYNONYMS, TAKE_TEXT, empty_word, unknown_word
 
 
@@ -66,6 +66,19 @@ def test_an_option_before_a_command_or_action_is_told_its_place(words: tuple[str
         assert len(said) < 200
     for known in ("--help", "-h"):
         assert not unknown_word(PARSER, [*words, known])
+
+
+@pytest.mark.parametrize("command", DEFAULT_ACTIONS)
+def test_so_is_one_before_the_action_of_a_command_that_has_a_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actions = dict(dict(PARSER.inner())[command].inner())
+    for action in actions:
+        for option in ("--config=FILE", "--json"):
+            if option.partition("=")[0] in [name for name, _ in actions[DEFAULT_ACTIONS[command]].words()]:
+                with pytest.raises(SystemExit):
+                    main([command, option, action])
+                assert f"options come behind the action: edgemoe {command} {action} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [words for words, parser in COMMANDS if not dict(parser.inner())], ids=" ".join)
