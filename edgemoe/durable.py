@@ -81,6 +81,20 @@ def create_file(path: Path) -> int:
         return _create(folder, path.name, 0o600)
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file (0600), or none. Raises FileExistsError where there is anything, OSError."""
+    fd = create_file(path)
+    try:
+        with _naming(path):
+            write_all(fd, data)
+            os.fsync(fd)
+    except OSError:
+        remove_file(path)
+        raise
+    finally:
+        os.close(fd)
+
+
 def open_kept(path: Path, mode: int = 0o600, *, writable: bool = True) -> int:
     """Returns the descriptor of a file that stays where it is, made where it is missing and `writable`.
 

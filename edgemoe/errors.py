@@ -5,11 +5,18 @@ A message names the fault, its place, and the remedy.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of writing where there is no room
+
+
+def write_remedy(error: OSError, usual: str) -> str:
+    """Returns the remedy of a failed write: the usual one, unless the disk or its quota is full."""
+    return "free some room there" if error.errno in FULL else usual
 
 
 class EdgemoeError(Exception):

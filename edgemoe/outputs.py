@@ -8,6 +8,8 @@ import re
 import stat
 import sys
 
+from edgemoe.errors import FULL
+
 # Control characters but tabs and line feeds, and marks that reverse the direction of a line.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MOST_CHARS = 8000  # of a message
@@ -20,8 +22,22 @@ def plain(text: str) -> str:
     return CONTROL.sub("", text)
 
 
+def flush_output() -> None:
+    """Writes the buffered output of a command. Raises OSError if its file's disk or quota is full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+
+
 def drop_unwritable() -> bool:
-    """Drops output whose terminal or reader has gone, and which would change the exit code; returns whether any has."""
+    """Drops output that cannot be written, and would change the exit code; returns whether there is any.
+
+    Its terminal or reader has gone, or the disk is full. A disk that fails is told.
+    """
     is_any = False
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -34,8 +50,9 @@ def drop_unwritable() -> bool:
             stream.flush()
             os.write(descriptor, b"")  # which only a terminal that is gone refuses
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO) or stat.S_ISREG(os.fstat(descriptor).st_mode):
-                continue  # a disk is full or fails: that is told
+            gone = error.errno in (errno.EPIPE, errno.EIO) and not stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if not gone and error.errno not in FULL:
+                continue
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)

@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "guard": {"errors"},
     "durable": set(),
-    "outputs": set(),
+    "outputs": {"errors"},
     "rights": {"durable", "errors"},
     "ticking": set(),
     "heap": {"ticking"},

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgemoe.durable import make_folder, read_plain, replace_file
-from edgemoe.errors import QueueFull, ServiceError
+from edgemoe.errors import QueueFull, ServiceError, write_remedy
 from edgemoe.types.request import Principal, key_principal
 
 log = logging.getLogger(__name__)
@@ -170,4 +170,5 @@ def _write(file: Path, lines: list[str]) -> None:
         owner = (known.st_uid, known.st_gid) if os.geteuid() == 0 else None
         replace_file(file, "".join(f"{line}\n" for line in lines).encode(), mode, owner)
     except OSError as error:
-        raise ServiceError(f"{file} cannot be written: {error.strerror}; run this as its owner") from error
+        remedy = write_remedy(error, "run this as its owner")
+        raise ServiceError(f"{file} cannot be written: {error.strerror}; {remedy}") from error

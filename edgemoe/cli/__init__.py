@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from edgemoe.errors import ConfigError, EdgemoeError
-from edgemoe.outputs import drop_unwritable, plain
+from edgemoe.errors import FULL, ConfigError, EdgemoeError
+from edgemoe.outputs import drop_unwritable, flush_output, plain
 
 INSTALL = "install edgemoe with what it needs: `pip install .` in its source tree, in a virtual environment"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # text that a stream cannot encode costs a "?", not the command
             stream.reconfigure(errors="replace")
     try:
-        return _run(words)
+        try:
+            return _run(words)
+        finally:
+            flush_output()
     except EdgemoeError as error:
         print(plain(f"edgemoe: {error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -40,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `edgemoe status | head -1`
         return EXIT_FAILED
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             if drop_unwritable():  # its terminal has gone
                 return EXIT_FAILED
             raise
-        print(plain(f"edgemoe: {error.filename}: {error.strerror}"), file=sys.stderr)
+        print(plain(f"edgemoe: {error.filename or 'the output'}: {error.strerror}"), file=sys.stderr)
         return EXIT_FAILED
     finally:
         drop_unwritable()

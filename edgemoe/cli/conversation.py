@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from edgemoe.cli.client import Client, socket_of, wait_for_engine
-from edgemoe.durable import create_file, make_folder, owner_above, replace_file
-from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.durable import make_folder, owner_above, replace_file, write_new
+from edgemoe.errors import ConfigError, EdgemoeError, write_remedy
 from edgemoe.outputs import CONTROL, plain
 from edgemoe.types.json_object import Json
 
@@ -74,10 +74,9 @@ class Conversation:
             return "Name a file: /save FILE"
         parts = [f"## {message['role']}\n\n{message['content']}\n" for message in self.messages]
         try:
-            with os.fdopen(create_file(Path(name).expanduser()), "w", encoding="utf-8") as opened:
-                opened.write("\n".join(parts))
+            write_new(Path(name).expanduser(), "\n".join(parts).encode())
         except OSError as error:
-            return f"{name} cannot be written: {error.strerror}; name another file"
+            return f"{name} cannot be written: {error.strerror}; {write_remedy(error, 'name another file')}"
         return f"{len(self.said)} messages are in {name}"
 
 

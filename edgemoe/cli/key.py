@@ -13,7 +13,7 @@ from edgemoe.cli.output import console
 from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
 from edgemoe.config.loading import load
 from edgemoe.durable import make_folder
-from edgemoe.errors import ServiceError
+from edgemoe.errors import ServiceError, write_remedy
 from edgemoe.rights import become_owner
 
 PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
@@ -66,7 +66,8 @@ def keygen(args: argparse.Namespace) -> int:
     try:
         make_folder(path.parent, 0o755)
     except OSError as error:
-        raise ServiceError(f"{path.parent} cannot be made: {error.strerror}; make it, or name another place") from error
+        remedy = write_remedy(error, "make it, or name another place")
+        raise ServiceError(f"{path.parent} cannot be made: {error.strerror}; {remedy}") from error
     node, address = args.node or PLACEHOLDERS["node"], args.address or PLACEHOLDERS["address"]
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)

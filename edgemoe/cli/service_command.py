@@ -19,7 +19,7 @@ from typing import Any
 
 from edgemoe.config.loading import flatten, load
 from edgemoe.durable import make_folder, remove_file, remove_tree, replace_file
-from edgemoe.errors import ServiceError
+from edgemoe.errors import ServiceError, write_remedy
 
 SOCKET = Path("/run/edgemoe/edgemoe.sock")
 UNITS = ("edgemoe.service", "edgemoe.socket")
@@ -167,7 +167,8 @@ def _place(file: InstalledFile, options: InstallOptions) -> str:
             make_folder(path.parent)
             replace_file(path, file.text.encode(), 0o644)
         except OSError as error:
-            raise ServiceError(f"cannot write {path}: {error.strerror}; run this as root, or see --root") from error
+            remedy = write_remedy(error, "run this as root, or see --root")
+            raise ServiceError(f"cannot write {path}: {error.strerror}; {remedy}") from error
     return f"write {path}"
 
 

@@ -141,7 +141,8 @@ def read_json(path: Path) -> Json:
     except NotADirectoryError as error:
         raise CheckpointError(f"{path.parent} is a file; name the folder that it lies in") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a model's directory?") from error
+        remedy = "; is this a model's directory?" if isinstance(error, FileNotFoundError) else ""
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}{remedy}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):

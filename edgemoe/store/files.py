@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from edgemoe.durable import open_kept
-from edgemoe.errors import StoreError, StoreInUse
+from edgemoe.errors import StoreError, StoreInUse, write_remedy
 from edgemoe.types.experts import PAGE_BYTES, padded
 
 BLOCK_BYTES = 4 << 20  # of one read and one digest
@@ -187,7 +187,8 @@ def file_bytes(path: Path) -> int:
     try:
         found = path.stat()
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}; is this a packed store?") from error
+        remedy = "; is this a packed store?" if isinstance(error, FileNotFoundError) else ""
+        raise StoreError(f"{path} cannot be read: {error.strerror}{remedy}") from error
     if not stat.S_ISREG(found.st_mode):
         raise StoreError(f"{path} is not a regular file")
     return found.st_size
@@ -285,7 +286,7 @@ def os_errors_as_store_error(dest: Path, work: str = "packing") -> Iterator[None
     try:
         yield
     except OSError as error:
-        remedy = "run it again"
+        remedy = write_remedy(error, "run it again")
         lacks_folder = error.errno == errno.ENOENT and Path(error.filename or dest) in (dest, *dest.parents)
         if error.errno in NOT_WRITABLE or lacks_folder:
             remedy = "name a directory that can be written with model.store_dir"

@@ -28,7 +28,7 @@ from msgspec import Meta
 import edgemoe
 from edgemoe.config.sizes import format_size
 from edgemoe.durable import open_kept, remove_file, rename_file
-from edgemoe.errors import EdgemoeError, HubError, StoreError
+from edgemoe.errors import EdgemoeError, HubError, StoreError, write_remedy
 from edgemoe.store.checkpoint import COPIED_FILES, INDEX, MAX_JSON_BYTES, SINGLE
 from edgemoe.store.files import BLOCK_BYTES
 from edgemoe.store.hub_names import suggestion
@@ -233,7 +233,8 @@ class PartialFile:
         try:
             self._opened.write(data)
         except OSError as error:  # distinguished here from the connection's OSError
-            raise StoreError(f"{self._temporary}: {error.strerror}; fetching stopped, run it again") from error
+            remedy = write_remedy(error, "run it again")
+            raise StoreError(f"{self._temporary}: {error.strerror}; fetching stopped, {remedy}") from error
         self._count(data)
         return len(data)
 

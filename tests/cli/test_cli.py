@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -278,10 +279,39 @@ def test_output_that_nobody_reads_any_more_breaks_no_command(way: tuple[Callable
         assert b"Exception ignored" not in (done.stderr or b"")
 
 
-@pytest.mark.parametrize("words", ["--version", "config --help", "config --example", "config"])
-def test_output_that_a_full_disk_loses_fails_the_command(words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("--version", ""),  # unbuffered, argparse drops the error
+        ("config --help", ""),
+        *itertools.product(["config --example", "config", "models list --json"], ["", "1"]),
+    ],
+)
+def test_output_that_a_full_disk_loses_fails_the_command(words: str, unbuffered: str) -> None:
     with Path("/dev/full").open("wb") as full:
-        command, env = [sys.executable, "-m", "edgemoe", *words.split()], os.environ | {"PYTHONUNBUFFERED": ""}
+        command, env = [sys.executable, "-m", "edgemoe", *words.split()], os.environ | {"PYTHONUNBUFFERED": unbuffered}
         done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode
-    assert "No space left" in done.stderr
+    assert done.stderr == "edgemoe: the output: No space left on device\n"
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(tmp_path)], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    with contextlib.suppress(OSError):
+        (tmp_path / "file").write_bytes(bytes(8 << 10))
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    "words", ["keygen {}/key", "key new a --set api.api_key_file={}/keys", "service install --root {}"]
+)
+def test_a_full_disk_is_told_by_what_writes_to_it(
+    full_disk: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path for path in full_disk.rglob("*") if path.is_file())
+    assert main(words.format(full_disk).split()) != 0
+    assert "No space left on device; free some room there\n" in capsys.readouterr().err
+    assert sorted(path for path in full_disk.rglob("*") if path.is_file()) == before

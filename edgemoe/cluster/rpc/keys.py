@@ -18,8 +18,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from edgemoe.durable import create_file, open_plain, read_plain
-from edgemoe.errors import ConfigError
+from edgemoe.durable import open_plain, read_plain, write_new
+from edgemoe.errors import ConfigError, write_remedy
 from edgemoe.types.bounds import MAX_NODES, Text, Word, is_port
 
 MOST_LIST_BYTES = 1 << 20
@@ -103,13 +103,12 @@ def generate(path: Path) -> Secret:
     """Writes a new secret key to `path` (0600) and returns it. Raises ConfigError where the file exists."""
     public, secret = zmq.curve_keypair()
     try:
-        fd = create_file(path)
+        write_new(path, secret + b"\n")
     except FileExistsError as error:
         raise ConfigError(f"{path}: a key is there already; remove it first to replace it") from error
     except OSError as error:
-        raise ConfigError(f"{path}: the key cannot be written: {error.strerror}") from error
-    with os.fdopen(fd, "wb") as file:
-        file.write(secret + b"\n")
+        remedy = write_remedy(error, "name a file that you may write")
+        raise ConfigError(f"{path}: the key cannot be written: {error.strerror}; {remedy}") from error
     return Secret(secret, public)
 
 
@@ -131,7 +130,8 @@ def load_secret(path: Path) -> Secret:
             info = os.fstat(file.fileno())
             text = file.read(256).strip()
     except OSError as error:
-        raise ConfigError(f"{path}: the key cannot be read: {error.strerror}; make one with edgemoe keygen") from error
+        remedy = "; make one with edgemoe keygen" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}: the key cannot be read: {error.strerror}{remedy}") from error
     if stat.S_IMODE(info.st_mode) & 0o077 and not _is_credential(path):
         raise ConfigError(f"{path}: others can read this secret key; chmod 600 it")
     if not _is_key(text.decode("ascii", "replace")):
