@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of writing where there is no
 
 def write_remedy(error: OSError, usual: str) -> str:
     """Returns the remedy of a failed write: the usual one, unless the disk or its quota is full."""
-    return "free some room there" if error.errno in FULL else usual
+    return "free some room there, then try again" if error.errno in FULL else usual
 
 
 class EdgemoeError(Exception):

@@ -313,5 +313,5 @@ def test_a_full_disk_is_told_by_what_writes_to_it(
 ) -> None:
     before = sorted(path for path in full_disk.rglob("*") if path.is_file())
     assert main(words.format(full_disk).split()) != 0
-    assert "No space left on device; free some room there\n" in capsys.readouterr().err
+    assert "No space left on device; free some room there, then try again\n" in capsys.readouterr().err
     assert sorted(path for path in full_disk.rglob("*") if path.is_file()) == before

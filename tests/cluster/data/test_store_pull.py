@@ -317,7 +317,7 @@ async def test_a_full_disk_ends_a_download_with_the_remedy(
         for write in ("write", "add_dense"):
             with monkeypatch.context() as planted:
                 planted.setattr(PeerCopy, write, full)
-                with pytest.raises(StoreError, match="No space left on device; pulling stopped, run it again"):
+                with pytest.raises(StoreError, match="No space left on device; pulling stopped, free some room there"):
                     await made.pull()
         assert verify(await made.pull()) == []
 
