@@ -27,6 +27,7 @@ MOST_UNKNOWN = 64  # connections without a key of one address; one more takes th
 AT_ONCE, ROUNDS = 16, 4  # accepted before others run, and rounds of the loop until their bytes are read
 LATE_S = 1.0  # for requests of clients that connected before the end
 END_S = 2.0  # for answers to go out at the end
+LAST_S = 0.5  # for the words to go out that an answer was cut off
 GRACE_S = 1.0  # before a connection with a key may give way
 PAUSE_S = 0.5  # without accepting, if there is no room and none could be made
 
@@ -89,14 +90,19 @@ class Server:
         await asyncio.gather(*self._arriving, return_exceptions=True)
         for connection in tuple(self.connections):
             connection.stop()
-        ends = time.monotonic() + END_S
-        while self.connections and time.monotonic() < ends:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await self._all_gone(END_S)
+        for task in tuple(self._hub.tasks):
+            task.cancel()  # it answers that the daemon ends, if it has not begun to answer
+        await asyncio.gather(*self._hub.tasks, return_exceptions=True)
+        await self._all_gone(LAST_S)
         for connection in tuple(self.connections):
             connection.give_way()
-        for task in tuple(self._hub.tasks):
-            task.cancel()
-        await asyncio.gather(*self._hub.tasks, return_exceptions=True)
+
+    async def _all_gone(self, most_s: float) -> None:
+        """Waits until no connection is open, but at most so long."""
+        ends = time.monotonic() + most_s
+        while self.connections and time.monotonic() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     def _is_waited_for(self) -> bool:
         """Returns whether a client waits to be accepted, or has not sent a request yet."""

@@ -506,10 +506,12 @@ async def test_draining_finishes_running_requests_and_refuses_others(tmp_path: P
         assert answer.json()["usage"]["completion_tokens"] == 300
 
 
+@pytest.mark.parametrize("end_s", [30.0, 0.0], ids=["", "before the request is read"])
 async def test_clients_connected_before_the_end_are_told_of_it(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, end_s: float
 ) -> None:
     monkeypatch.setattr(connections, "LATE_S", 30.0)
+    monkeypatch.setattr(connections, "END_S", end_s)
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front:
         reader, writer = await asyncio.open_unix_connection(settings.api.socket)
