@@ -267,7 +267,7 @@ async def test_without_any_front_a_client_is_told(
     fronts: list[Front], path: str, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_command, "PATIENCE_S", 0.0)
-    async with proxied(fronts, [1500, 0]) as (client, _, _):
+    async with proxied(fronts, [500, 0]) as (client, _, _):  # behind its begin, before the end of one with one event
         body = {"messages": ASKED, "max_tokens": 80, "stream": True}
         answer = await client.post(path, json=body) if begins else await client.get(path)
         if not begins:
