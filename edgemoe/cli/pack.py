@@ -10,11 +10,12 @@ from pathlib import Path
 
 from edgemoe.cli.auto_encoding import AUTO, ask, resolve_experts
 from edgemoe.cli.command_settings import read_settings, show_progress
+from edgemoe.cli.model_texts import check_texts
 from edgemoe.errors import ConfigError
 from edgemoe.rights import become_owner
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.catalog import is_store, spec_at
-from edgemoe.store.checkpoint import CONFIG, check_tokenizer
+from edgemoe.store.checkpoint import CONFIG
 from edgemoe.store.files import ARRIVING, lock_store, os_errors_as_store_error
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.layout import WantedEncodings
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--wait and --delete-shards are for shards of safetensors; fetch the whole GGUF, then pack it"
         )
-    check_tokenizer(source)
+    check_texts(source)
     with show_progress(f"packing {args.checkpoint}") as progress:
         if args.wait or args.delete_shards:
             store = Path(args.store or arriving_store(args.checkpoint, settings.model.store_dir, wanted))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgemoe.cli.auto_encoding import AUTO, ask_for_repository
 from edgemoe.cli.command_settings import read_settings, show_progress
+from edgemoe.cli.model_texts import check_texts
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import parse_rate
 from edgemoe.errors import ConfigError
@@ -38,7 +39,8 @@ def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) 
     if experts == AUTO:
         experts = KEEP if args.quant else ask_for_repository(args.model, args.revision, args)
     wanted = replace(WantedEncodings.parse(experts, args.dense), finite=not args.allow_nonfinite)
-    return download(args.model, settings.model.store_dir, wanted, progress, revision=args.revision, quant=args.quant)
+    places = {"revision": args.revision, "quant": args.quant}
+    return download(args.model, settings.model.store_dir, wanted, progress, **places, check=check_texts)
 
 
 def _from_peers(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:

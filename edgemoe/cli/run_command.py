@@ -24,6 +24,7 @@ from edgemoe.cli import conversation
 from edgemoe.cli.auto_encoding import AUTO, ask_for_repository, with_encoding
 from edgemoe.cli.client import Client, WaitingLine, socket_of, wait_for_engine
 from edgemoe.cli.command_settings import check_processor, read_settings, show_progress, written_paths
+from edgemoe.cli.model_texts import check_texts
 from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.durable import NewFile, make_folder
 from edgemoe.errors import ServiceError, StoreError
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_processor()
     experts = settings.model.experts if args.experts == KEEP else args.experts
     found = msgspec.structs.replace(settings.model, path=_find(args, settings.model), experts=experts)
-    store = store_of(with_encoding(found, args), show_progress).path
+    store = store_of(with_encoding(found, args), show_progress, check_texts).path
     with _daemon(args, settings, store) as process, Client(path) as client:
         line = WaitingLine()
         try:
@@ -98,7 +99,7 @@ def _find(args: argparse.Namespace, model: ModelSettings) -> str:
         experts = KEEP if args.quant else ask_for_repository(name, "main", args)
     with show_progress(f"pulling {name}") as progress:
         wanted = WantedEncodings.parse(experts, KEEP)
-        return str(download(name, model.store_dir, wanted, progress, quant=args.quant))
+        return str(download(name, model.store_dir, wanted, progress, quant=args.quant, check=check_texts))
 
 
 @contextlib.contextmanager

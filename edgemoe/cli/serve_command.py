@@ -37,6 +37,7 @@ EVERYWHERE = ("0.0.0.0", "[::]")
 def serve(args: argparse.Namespace) -> int:
     """Packs the model where it is not packed yet, then runs the daemon until a signal ends it."""
     from edgemoe.cli.auto_encoding import with_encoding
+    from edgemoe.cli.model_texts import check_texts
     from edgemoe.front import main as daemon
     from edgemoe.store.catalog import store_of
 
@@ -56,7 +57,7 @@ def serve(args: argparse.Namespace) -> int:
     settings = loaded.settings
     if settings.model.path or not settings.models:
         with start_note(Path(settings.service.runtime_dir)) as write:
-            model = store_of(with_encoding(settings.model, args), partial(_noted_progress, write))
+            model = store_of(with_encoding(settings.model, args), partial(_noted_progress, write), check_texts)
         model = msgspec.structs.replace(model, experts=settings.model.experts)  # for further models
         settings = msgspec.structs.replace(settings, model=model)
     return daemon.run(
@@ -65,7 +66,7 @@ def serve(args: argparse.Namespace) -> int:
         ports=ports,
         reread=lambda: read_settings(args).settings,
         find_store=lambda model, progress: store_of(
-            with_encoding(model, args), lambda _: contextlib.nullcontext(progress)
+            with_encoding(model, args), lambda _: contextlib.nullcontext(progress), check_texts
         ),
     )
 

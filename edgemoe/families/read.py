@@ -97,8 +97,15 @@ def _first(config: Config, keys: tuple[str, ...]) -> Any:
 
 
 def _number(config: Config, keys: tuple[str, ...], default: N | None, kind: type[N]) -> N:
-    """Returns the first of `keys` that is set, a positive number."""
-    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    """Returns the first of `keys` that is set, a positive number.
+
+    Raises CheckpointError where several are set that differ, if there is no default.
+    """
+    stated = [key for key in keys if config.get(key) is not None]
+    if other := [key for key in stated if default is None and config[key] != config[stated[0]]]:
+        both = f"{stated[0]} = {str(config[stated[0]])[:40]} and {other[0]} = {str(config[other[0]])[:40]}"
+        raise CheckpointError(f"config.json: {both} contradict each other; leave the wrong one out")
+    key = stated[0] if stated else keys[0]
     value = config.get(key, default) if config.get(key) is not None else default
     if value is None:
         raise CheckpointError(f"config.json lacks {' or '.join(keys)}")

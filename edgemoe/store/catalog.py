@@ -16,16 +16,16 @@ import msgspec
 from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.durable import remove_file, remove_tree
-from edgemoe.errors import CheckpointError, StoreError
+from edgemoe.errors import CheckpointError, StoreError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
-from edgemoe.store.checkpoint import CONFIG, check_tokenizer, read_config, read_json
+from edgemoe.store.checkpoint import CONFIG, INDEX, PICKLES, Checkpoint, check_tokenizer, read_config, read_json
 from edgemoe.store.files import ARRIVING, is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.gguf.checkpoint_of_gguf import gguf_at, open_checkpoint
 from edgemoe.store.hub_names import hub_name, suggestion
 from edgemoe.store.layout import KEEP, WantedEncodings, plan, precision
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest, model_of, spec_of, verify_copy, verify_weights
-from edgemoe.store.packer import Progress, ensure_store, no_progress
+from edgemoe.store.packer import Check, Progress, ensure_store, no_check, no_progress
 from edgemoe.store.quantisation_config import check_method, is_reordered, mlx_quantisation, quantisation
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.encoding import minimum_encoding, zero_encoding
@@ -60,6 +60,19 @@ def spec_at(path: Path) -> ModelSpec:
 def first_missing_part(path: Path) -> Path | None:
     """Returns the first folder or file of a path that is not there; None where all is."""
     return next((each for each in (*reversed(path.parents), path) if not each.exists()), None)
+
+
+def fault_of_weights(directory: Path) -> str:
+    """Returns the reason why a folder's files cannot be packed; "" where they can, or where it has no weights."""
+    patterns = (INDEX, "*.safetensors", *PICKLES)
+    if not any(path for pattern in patterns for path in directory.glob(pattern)):
+        return ""
+    try:
+        plan(Checkpoint.open(directory), WantedEncodings())
+        check_tokenizer(directory)
+    except (CheckpointError, UnsupportedModel) as error:
+        return str(error)
+    return ""
 
 
 def check_path_exists(path: Path) -> None:
@@ -151,11 +164,12 @@ def resolve(name: str, store_dir: str | Path) -> Path:
     raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}{'' if matching else remedy}")
 
 
-def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:
+def store_of(
+    model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]], check: Check = no_check
+) -> ModelSettings:
     """Returns `model` with the `path` and name of its packed store, which is packed now if `path` is a checkpoint.
 
-    A name that is set stays. Without a model it is the demo model.
-
+    A name that is set stays. Without a model it is the demo model. `check` may refuse a checkpoint before it is packed;
     `progress` opens a progress display with a title. Raises StoreError, CheckpointError.
     """
     if not model.path:
@@ -169,7 +183,8 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
     elif not (path / MANIFEST).is_file():
         raise StoreError(f"{path} is {UNFINISHED}")
     with progress(f"packing {path.name}") as advance:
-        store = ensure_store(path, model.store_dir, advance, WantedEncodings.parse(model.experts, KEEP))
+        wanted = WantedEncodings.parse(model.experts, KEEP)
+        store = ensure_store(path, model.store_dir, advance, wanted, check)
     return msgspec.structs.replace(model, path=str(store.absolute()), name=model.name or Manifest.load(store).name)
 
 

@@ -107,15 +107,15 @@ class Checkpoint:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raises CheckpointError before packing if a checkpoint lacks its tokenizer, or a file beside it is no JSON."""
+    """Raises CheckpointError before packing if a checkpoint lacks its tokenizer, or a file beside it cannot be read."""
     if (directory / CONFIG).is_file() and not (directory / TOKENIZER).is_file():
         raise CheckpointError(
             f"{directory} has no {TOKENIZER}, without which its model cannot be served; transformers can make one of "
             "most other tokenizers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
         )
-    for name in COPIED_FILES:
-        if name.endswith(".json") and (directory / name).is_file():
-            read_json(directory / name)
+    for path in copied_files(directory):
+        if path.suffix == ".json":
+            read_json(path)
 
 
 def read_config(directory: Path) -> Json:
@@ -133,8 +133,7 @@ def read_config(directory: Path) -> Json:
 def read_json(path: Path) -> Json:
     """Returns a JSON object from a file of the checkpoint. Raises CheckpointError."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is too large")
+        _demand_small(path)
         written = path.read_bytes()
         refuse_substitute(path, written)
         found = json.loads(written, object_pairs_hook=_unique)
@@ -264,19 +263,6 @@ def weight_files(directory: Path) -> tuple[list[Path], Json]:
     raise CheckpointError(f"{directory} has no safetensors files")
 
 
-def fault_of_weights(directory: Path) -> str:
-    """Returns the reason why a folder's files cannot be packed; "" where they can, or where it has no weights."""
-    patterns = (INDEX, "*.safetensors", *PICKLES)
-    if not any(path for pattern in patterns for path in directory.glob(pattern)):
-        return ""
-    try:
-        Checkpoint.open(directory)
-        check_tokenizer(directory)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def _shard(directory: Path, name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise CheckpointError(f"{directory / INDEX} points at {name!r}, which is no safetensors file of the directory")
@@ -300,8 +286,18 @@ def check_index(weight_map: Json, tensors: dict[str, CheckpointTensor]) -> None:
 
 
 def copied_files(directory: Path) -> tuple[Path, ...]:
-    """Returns the files that a store keeps as they are."""
-    return tuple(path for name in COPIED_FILES if (path := directory / name).is_file())
+    """Returns the files that a store keeps as they are. Raises CheckpointError where one is no file, or too large."""
+    found = tuple(path for name in COPIED_FILES if os.path.lexists(path := directory / name))
+    for path in found:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no file, or a link to a missing one; fetch it again")
+        _demand_small(path)
+    return found
+
+
+def _demand_small(path: Path) -> None:
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, and {MAX_JSON_BYTES >> 20} MiB are the most; fetch it again")
 
 
 class FileStat(NamedTuple):

@@ -26,7 +26,7 @@ from edgemoe.store.hub import Hub, HubFile, RepositoryListing
 from edgemoe.store.hub_names import hub_name
 from edgemoe.store.layout import KEEP, WantedEncodings, precision
 from edgemoe.store.manifest import MANIFEST, finish_clearing
-from edgemoe.store.packer import AS_IT_IS, Progress, no_progress, pack, place_of
+from edgemoe.store.packer import AS_IT_IS, Check, Progress, no_check, no_progress, pack, place_of
 from edgemoe.store.quantisation_config import check_method
 from edgemoe.types.encoding import pair_of
 
@@ -42,11 +42,13 @@ def download(
     *,
     revision: str = "main",
     quant: str = "",
+    check: Check = no_check,
 ) -> Path:
     """Returns the store of a repository, fetched and packed as far as it is not. `progress` is told of weights.
 
     `repository` is OWNER/NAME, or a short name.
     `quant` names one of the repository's GGUF models, as in "Q4_K_M"; where there is one alone, it need not be named.
+    `check` may refuse the files beside the weights before these are fetched.
     Raises HubError, CheckpointError, UnsupportedModel, StoreError, ConfigError.
     """
     hub, directory, repository = Hub(), Path(store_dir).expanduser(), hub_name(repository)
@@ -65,7 +67,7 @@ def download(
         make_folder(source)
         with lock_store(source, exclusive=True):
             if not (store / MANIFEST).is_file():
-                run = _Download(hub, listing, source, store, wanted)
+                run = _Download(hub, listing, source, store, wanted, check)
                 (run.run_gguf if is_gguf else run.run)(progress)
             remove_tree(source)
     return store
@@ -90,9 +92,10 @@ class _Download:
     """One run of `download`, under the lock of the folder that files come to."""
 
     def __init__(
-        self, hub: Hub, listing: RepositoryListing, source: Path, store: Path, wanted: WantedEncodings
+        self, hub: Hub, listing: RepositoryListing, source: Path, store: Path, wanted: WantedEncodings, check: Check
     ) -> None:
         self._hub, self._listing, self._source, self._store, self._wanted = hub, listing, source, store, wanted
+        self._check = check
         self._ended = threading.Event()
         self._done_bytes = 0
 
@@ -110,6 +113,7 @@ class _Download:
         self._check_room(_most_bytes(spec, encodings, [shard.bytes for shard in shards]))
         for file in self._listing.copied:
             self._fetch(file)
+        self._check(self._source)
 
         def report(more_bytes: int) -> None:
             if self._ended.is_set():
@@ -137,6 +141,7 @@ class _Download:
 
         for file in files:
             self._fetch(file, report)
+        self._check(self._source / files[0].local)
         pack(self._source / files[0].local, self._store, progress, self._wanted)
 
     def _fetch(self, file: HubFile, report: Callable[[int], None] = lambda _: None) -> None:

@@ -172,7 +172,6 @@ class StoreLayout:
     spec: ModelSpec
     dense: FilePlan
     layers: tuple[FilePlan, ...]
-    rounded: int  # tensors that are float16 and become bfloat16
     unfit: tuple[str, ...]  # tensors that keep their type, because their rows do not fit the wanted encoding
     tables: tuple[FilePlan, ...] = ()  # of rows that are read one by one
 
@@ -186,6 +185,12 @@ class StoreLayout:
         """Returns the encodings by layer, then that of dense matrices; () where all are plain."""
         experts = self.spec.encodings or ("",) * len(self.layers)
         return (*experts, self.spec.dense_encoding) if any(experts) or self.spec.dense_encoding else ()
+
+    @property
+    def rounded(self) -> int:
+        """Returns the number of tensors that are float16 and become bfloat16."""
+        pieces = itertools.chain.from_iterable(run.pieces for file in self.files for run in file.runs)
+        return len({piece.half for piece in pieces} - {None})
 
     def is_of(self, manifest: Manifest) -> bool:
         """Returns whether the weights of a finished store are encoded as here."""
@@ -220,7 +225,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> StoreLayout:
     tables = [_table_plan(number, *found, spec, wanted, unfit) for number, found in enumerate(found_tables.items())]
     files = (replace(_layer_plan(layer, number, spec), finite=wanted.finite) for number, layer in enumerate(layers))
     dense_file = replace(dense_file, finite=wanted.finite)
-    return StoreLayout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit), tuple(tables))
+    return StoreLayout(spec, dense_file, tuple(files), tuple(unfit), tuple(tables))
 
 
 def precision(config: Mapping[str, Any]) -> str:
@@ -368,7 +373,7 @@ def _dense_plan(
 def _dense_encoding(
     name: str, source: SourceTensor, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
 ) -> Encoding:
-    usual = ENCODINGS[source.kept_as if source.plain else spec.dtype]
+    usual = ENCODINGS[source.kept_as if source.plain and source.kind != "F16" else spec.dtype]
     if len(source.shape) != 2 or not name.endswith(MATRICES):
         return usual
     encoding = ENCODINGS[source.kept_as if wanted.dense == KEEP else wanted.dense]

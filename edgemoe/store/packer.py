@@ -23,7 +23,7 @@ from edgemoe.config.sizes import format_size
 from edgemoe.durable import make_folder, remove_file, replace_file
 from edgemoe.encodings.bfloat import from_bf16
 from edgemoe.encodings.codec import unpack
-from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
+from edgemoe.errors import CheckpointError, StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.files import (
     ARRIVING,
@@ -59,6 +59,7 @@ from edgemoe.store.sources import EncodedRows
 from edgemoe.store.writer import CheckpointReader, check_scales, copy_file, intact, to_bfloat16, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Check = Callable[[Path], None]  # of a checkpoint; raises CheckpointError
 AS_IT_IS = WantedEncodings()
 IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that shards are packed for as they arrive
 STALLED_S = 600.0  # without anything written by the process that packs
@@ -71,12 +72,20 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Ignores the progress: the default callback."""
 
 
+def no_check(checkpoint: Path) -> None:
+    """Checks nothing: the default before packing."""
+
+
 def ensure_store(
-    path: str | Path, store_dir: str | Path, progress: Progress = no_progress, wanted: WantedEncodings = AS_IT_IS
+    path: str | Path,
+    store_dir: str | Path,
+    progress: Progress = no_progress,
+    wanted: WantedEncodings = AS_IT_IS,
+    check: Check = no_check,
 ) -> Path:
     """Returns the store of a model: `path` itself where it is one, else one under `store_dir`, packed if need be.
 
-    Raises CheckpointError, StoreError.
+    Before it is packed, `check` may refuse it. Raises CheckpointError, StoreError.
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
@@ -85,6 +94,8 @@ def ensure_store(
     checkpoint = open_checkpoint(path)
     store = place_of(Path(store_dir).expanduser(), checkpoint, wanted)
     waiting, seen, since_s = False, None, time.monotonic()
+    if not (store / MANIFEST).is_file():
+        check(path)
     while not (store / MANIFEST).is_file():
         try:
             pack(path, store, progress, wanted, again=False)
@@ -147,13 +158,19 @@ def pack(
     layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
     with os_errors_as_store_error(dest):
+        is_new = not dest.exists()
         make_folder(dest)
         if not (dest / LOCK).exists():
             refuse_foreign(dest)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
-            return _Packer(checkpoint, layout, dest, progress).run()
+            try:
+                return _Packer(checkpoint, layout, dest, progress).run()
+            except CheckpointError as error:
+                if not isinstance(error.__cause__, OSError | EOFError):  # which may read on later
+                    _leave_nothing(dest, layout, is_new)
+                raise
 
 
 def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progress: Progress) -> Manifest:
@@ -290,6 +307,18 @@ class _Packer:
             files=copies,
             tables=tuple(map(_table_entry, layout.tables, of_tables)),
         )
+
+
+def _leave_nothing(store: Path, layout: StoreLayout, is_new: bool) -> None:
+    """Deletes an unfinished store whose checkpoint cannot become one, for other weights get another store."""
+    if (store / MANIFEST).exists():
+        return
+    for name in (*(file.file for file in layout.files), JOURNAL, LOCK):
+        remove_file(store / name, missing_ok=True)
+    with contextlib.suppress(OSError):  # others have put files there
+        (store / "experts").rmdir()
+        if is_new:
+            store.rmdir()
 
 
 def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> LayerEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -89,10 +90,9 @@ def _is_there(left: Mapping[str, CheckpointTensor], name: str) -> bool:
 
 
 class SourceTensors:
-    """Finds tensors, each once; `rounded` counts float16 tensors, which become bfloat16."""
+    """Finds tensors, each once."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        self.rounded = 0
         if mlx_quantisation(checkpoint.config):
             spec = replace(spec, names=replace(spec.names, renames=(*MLX_NAMES, *spec.names.renames)))
         self._spec, self._checkpoint = spec, checkpoint
@@ -117,7 +117,6 @@ class SourceTensors:
         source = source or find_source(self._left, found[0], shape, config)
         for tensor in source.tensors:
             del self._left[tensor.name]
-        self.rounded += source.kind == "F16"
         return source
 
     def locate(self, selection: SourceRows) -> tuple[SourceTensor, SourceRows]:
@@ -172,6 +171,11 @@ class TensorCopy:
     offset: int  # in the tensor
     bytes: int
 
+    @property
+    def half(self) -> str | None:
+        """Returns the name of a float16 tensor that is rounded to bfloat16 here."""
+        return self.tensor.name if self.tensor.dtype == "F16" else None
+
 
 FilePiece = TensorCopy | EncodedRows
 
@@ -206,4 +210,7 @@ def file_pieces(source: SourceTensor, selection: SourceRows, encoding: Encoding)
             count *= length
         size = source.codes.bytes // count
         return (TensorCopy(source.codes, source.number(selection.index) * size, size),)
+    if len(selection.matrix) > 2:  # kernels of convolutions
+        shape = (math.prod(source.shape[:-1]), source.shape[-1])
+        source, selection = replace(source, shape=shape), replace(selection, shape=shape)
     return transforms(source, selection, encoding)

@@ -191,6 +191,11 @@ class EncodedRows:
         return (self.after - self.first) * self.encoding.row_bytes(self._columns)
 
     @property
+    def half(self) -> str | None:
+        """Returns the name of a float16 tensor that is rounded to bfloat16 here."""
+        return self.source.name if self.source.codes.dtype == "F16" and self.encoding.name == "bfloat16" else None
+
+    @property
     def _columns(self) -> int:
         return self.selection.matrix[-1] if len(self.selection.matrix) > 1 else 1
 

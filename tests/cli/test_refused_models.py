@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import tiny_checkpoint
+from support.front_kit import byte_level_tokenizer, write_model
+from support.gguf_files import gguf_checkpoint, write_gguf
 
 from edgemoe.api.api_keys import new_key
 from edgemoe.cli import main
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.ipc.engine_socket import private_directory
-from edgemoe.store.checkpoint import CONFIG, LFS_POINTER, SINGLE
+from edgemoe.store.checkpoint import CONFIG, LFS_POINTER, SINGLE, TOKENIZER
 
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,6 +123,76 @@ def test_a_refusal_names_the_model_and_the_remedy(
     assert not missing, error
     assert "Traceback" not in error
     assert not (tmp_path / "stores").exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer and a chat template."""
+    folder = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "tiny")
+    config = (folder / CONFIG).read_text()
+    write_model(folder)
+    (folder / CONFIG).write_text(config)
+    return folder
+
+
+def with_vocabulary(number: object) -> str:
+    """Returns a tokenizer.json whose first token has an impossible number."""
+    whole = json.loads(byte_level_tokenizer().to_str())
+    whole["model"]["vocab"][next(iter(whole["model"]["vocab"]))] = number
+    return json.dumps(whole)
+
+
+TEXTS: dict[str, tuple[str, bytes | str, str]] = {
+    "no tokenizer in its file": (TOKENIZER, "{}", "Model missing"),
+    "a token of a negative number": (TOKENIZER, with_vocabulary(-1), "expected u32"),
+    "a token of a number of 64 bits": (TOKENIZER, with_vocabulary(2**63), "expected u32"),
+    "a template that was cut": ("chat_template.jinja", "{{ messages", "unexpected end of template"),
+    "a template with a tag of its own": ("chat_template.jinja", "{% frob %}", "unknown tag"),
+    "a template that is no text": ("chat_template.jinja", b"\xff\xfe", "can't decode"),
+    "a template in a list": ("chat_template.json", "[]", "must hold a JSON object"),
+    "templates without names": ("tokenizer_config.json", '{"chat_template": [{"template": ""}]}', "'name'"),
+    "a template that is a number": ("tokenizer_config.json", '{"chat_template": 7}', "not iterable"),
+}
+
+
+@pytest.mark.parametrize("command", ["pack", "serve", "run"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_that_cannot_be_read_are_told_before_anything_is_written(
+    kind: str,
+    command: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    name, content, said = TEXTS[kind]
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    words = {"serve": ["serve", "--model", str(model)]}.get(command, [command, str(model)])
+    assert main([*words, "--set", f"model.store_dir={tmp_path}/stores"]) == 1
+    error = capfd.readouterr().err
+    assert str(model) in error
+    assert said in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("stores/*"))
+
+
+def test_a_template_in_a_gguf_that_cannot_be_read_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = gguf_checkpoint("qwen3_moe", tmp_path / "hf", byte_level_tokenizer().get_vocab_size())
+    config = (folder / CONFIG).read_text()
+    write_model(folder)
+    (folder / CONFIG).write_text(config)
+    (folder / "chat_template.jinja").write_text("{% if messages %}")
+    path = write_gguf("qwen3_moe", folder, tmp_path / "tiny.gguf")
+    assert main(["pack", str(path), str(tmp_path / "store")]) == 1
+    error = capfd.readouterr().err
+    assert f"{path}: the model's chat template cannot be read: Unexpected end of template" in error
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("command", [["plan", "Qwen3"], ["serve", "--model", "Qwen3"], ["models", "verify", "Qwen3"]])

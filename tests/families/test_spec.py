@@ -115,6 +115,13 @@ def test_transformers_5_spells_the_same_model_otherwise(config: dict[str, Any]) 
     assert spec_from_config(rewritten) == spec_from_config(config)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "LagunaForCausalLM", "HYV3ForCausalLM"])
+def test_two_names_of_one_number_that_differ_are_refused(architecture: str) -> None:
+    config = {**QWEN4, "architectures": [architecture], "num_experts": 128, "num_local_experts": 64}
+    with pytest.raises(CheckpointError, match=r"num_(local_)?experts = \d+ and num_(local_)?experts = \d+ contradict"):
+        spec_from_config(config)
+
+
 @pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])
 def test_shapes_equal_transformers(config: dict[str, Any]) -> None:
     small = config | {"num_hidden_layers": 2, "vocab_size": 100}

@@ -21,7 +21,10 @@ HIDDEN, WIDTH, SLOTS = 64, 96, 7
 RELU2 = Activation("relu2")  # takes no gate
 
 
-def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> ExpertSlab:
+def _slab(
+    bf16: bool, activation: Activation = SILU, biases: bool = False, *, of_bf16: bool | None = None
+) -> ExpertSlab:
+    """Makes experts in bfloat16 or float32; of a model of the other type, if `of_bf16` says so."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if bf16 else torch.float32
     inputs = activation.inputs
@@ -33,7 +36,7 @@ def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> Ex
     slab = torch.full((SLOTS, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN
     slab[:, : weights.shape[1]] = weights
     layout = ExpertLayout(HIDDEN, WIDTH, BFLOAT16 if bf16 else FLOAT32, activation, biases)
-    return ExpertSlab(slab, layout, bf16)
+    return ExpertSlab(slab, layout, bf16 if of_bf16 is None else of_bf16)
 
 
 def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
@@ -93,6 +96,22 @@ def test_all_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
     expected = _expected(slab, tokens, x)
     never = float("inf")
     for way in (ExpertMath(kernels, limits) for limits in (WayLimits(never), WayLimits(0.0), WayLimits(never, 0.0))):
+        out = torch.ones(tokens, HIDDEN)
+        way.add(slab, *_calls(tokens), x, out)
+        rounding = 0.05 if kernels.bf16 else 1e-4
+        torch.testing.assert_close(out.double(), expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_numbers_of_another_type_than_the_model_s_are_read_in_all_ways(kernels: Kernels, tokens: int) -> None:
+    """As where a bfloat16 model is packed with dense weights in float32."""
+    slab, never = _slab(not kernels.bf16, of_bf16=kernels.bf16), float("inf")
+    x = torch.randn(tokens, HIDDEN).to(torch.bfloat16 if kernels.bf16 else torch.float32)
+    expected = _expected(_slab(not kernels.bf16), tokens, x)
+    measured = ExpertMath(kernels)
+    measured.calibrate([slab.layout], kernels.bf16)
+    assert measured.measured[slab.layout].tiles == never
+    for way in (measured, *(ExpertMath(kernels, limits) for limits in (WayLimits(0.0), WayLimits(never, 0.0)))):
         out = torch.ones(tokens, HIDDEN)
         way.add(slab, *_calls(tokens), x, out)
         rounding = 0.05 if kernels.bf16 else 1e-4

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import quantised
+from support.front_kit import byte_level_tokenizer
 from support.killed import killed
 from support.waiting import wait_until
 
@@ -276,7 +277,7 @@ def test_the_command_names_missing_shards_and_prints_the_store_when_it_is_whole(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetching = Fetching(whole, tmp_path / "source")
-    (fetching.directory / "tokenizer.json").write_text("{}")
+    byte_level_tokenizer().save(str(fetching.directory / "tokenizer.json"))
     arguments = ["pack", str(fetching.directory), "--delete-shards", "--set", f"model.store_dir={tmp_path / 'stores'}"]
     fetching.fetch(*fetching.shards[1:])
     assert main(arguments) == 0
@@ -297,7 +298,7 @@ def test_the_command_waits_for_shards_that_are_still_to_come(
 ) -> None:
     monkeypatch.setattr("edgemoe.cli.pack.POLL_S", 0.05)
     fetching, codes = Fetching(whole, tmp_path / "source"), []
-    (fetching.directory / "tokenizer.json").write_text("{}")
+    byte_level_tokenizer().save(str(fetching.directory / "tokenizer.json"))
     command = ["pack", str(fetching.directory), str(tmp_path / "store"), "--wait", "--delete-shards"]
     packing = threading.Thread(target=lambda: codes.append(main(command)))
     packing.start()
@@ -314,7 +315,7 @@ def test_a_store_that_waits_for_shards_cannot_be_removed(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
-    (fetching.directory / "tokenizer.json").write_text("{}")
+    byte_level_tokenizer().save(str(fetching.directory / "tokenizer.json"))
     fetching.fetch(fetching.shards[0])
 
     def sleep(_: float) -> None:

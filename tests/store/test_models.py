@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
+from support.checkpoints import tiny_checkpoint
+from support.front_kit import byte_level_tokenizer
 
 from edgemoe import demo
 from edgemoe.cli import main
@@ -158,7 +161,7 @@ def test_a_folder_without_access_is_no_store(store: Path, monkeypatch: pytest.Mo
 def served_checkpoint(checkpoint: Make) -> Path:
     """Makes a checkpoint with a tokenizer."""
     made = checkpoint()
-    (made / "tokenizer.json").write_text("{}")
+    byte_level_tokenizer().save(str(made / "tokenizer.json"))
     return made
 
 
@@ -283,3 +286,14 @@ def test_a_file_that_cannot_be_read_is_refused_before_packing(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name} .*{why}"):
         check_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["up_proj.weight", "down_proj.weight"])
+def test_a_folder_that_lacks_a_tensor_is_planned_with_the_fault(part: str, tmp_path: Path) -> None:
+    source = tiny_checkpoint("qwen3_moe", tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    assert models.fault_of_weights(source) == ""
+    tensors = load_file(source / "model.safetensors")
+    del tensors[name := f"model.layers.2.mlp.experts.4.{part}"]
+    save_file(tensors, source / "model.safetensors")
+    assert f"tensor {name} is missing" in models.fault_of_weights(source)

@@ -31,6 +31,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store.arriving import pack_arrived
 from edgemoe.store.catalog import verify
+from edgemoe.store.checkpoint import MAX_JSON_BYTES
 from edgemoe.store.files import lock_store
 from edgemoe.store.layout import WantedEncodings
 from edgemoe.store.manifest import JOURNAL, MANIFEST, Manifest
@@ -136,6 +137,36 @@ def test_float16_is_rounded_to_bfloat16_as_torch_rounds_it(
     theirs = load_torch(source / "model.safetensors")
     dense = load_torch(tmp_path / "dense.safetensors")
     assert all(torch.equal(dense[name], theirs[name].to(torch.bfloat16)) for name in dense)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "gpt_oss", "deepseek_v3"])
+def test_float16_is_exact_in_float32(
+    family: str, checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Norms, gates and kernels of convolutions, too, which no option encodes."""
+    source = checkpoint(family, dtype=torch.float16)
+    plain = shutil.copytree(source, tmp_path / "plain")
+    theirs = load_torch(source / "model.safetensors")
+    save_torch({name: each.float() for name, each in theirs.items()}, plain / "model.safetensors", {"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        pack(source, tmp_path / "store", wanted=WantedEncodings.parse("f32", "f32"))
+    assert "rounded" not in caplog.text
+    pack(plain, tmp_path / "wanted")
+    assert all(
+        np.array_equal(load_file(tmp_path / "store" / name)[each], weights)
+        for name in ("dense.safetensors", "experts/layer_000.safetensors")
+        for each, weights in load_file(tmp_path / "wanted" / name).items()
+    )
+
+
+def test_of_float16_as_few_tensors_count_as_rounded_as_are(
+    checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint(dtype=torch.float16)
+    experts = sum(".experts." in name for name in load_torch(source / "model.safetensors"))
+    with caplog.at_level(logging.WARNING):
+        pack(source, tmp_path / "store", wanted=WantedEncodings.parse("keep", "f32"))
+    assert f"{experts} float16 tensors are rounded" in caplog.text
 
 
 def test_rounding_agrees_with_torch_for_every_float16() -> None:
@@ -323,6 +354,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_packing_can_go_on(
     with pytest.raises(CheckpointError, match="cannot be read, within tensor"):
         pack(source, target, lambda done, total: os.truncate(weights, 5000))
     assert not list(target.glob("**/*.tmp"))
+    assert (target / JOURNAL).exists()
     weights.write_bytes(whole)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     pack(source, target)
@@ -517,7 +549,7 @@ def test_a_weight_that_is_no_number_is_refused_by_its_name(
     encodings = WantedEncodings.parse(wanted, wanted)
     with pytest.raises(CheckpointError, match=rf"tensor {re.escape(place)} has weights that are not numbers or infin"):
         pack(source, tmp_path / "store", wanted=encodings)
-    assert not (tmp_path / "store" / MANIFEST).exists()
+    assert not (tmp_path / "store").exists()
     pack(source, tmp_path / "store", wanted=replace(encodings, finite=False))
     assert (tmp_path / "store" / MANIFEST).exists()
 
@@ -538,3 +570,27 @@ def test_a_scale_or_code_that_is_no_number_is_refused(checkpoint: Make, tmp_path
     save_torch(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight has weights that are not numbers"):
         pack(source, tmp_path / "store", wanted=WantedEncodings.parse(wanted, "keep"))
+
+
+BESIDE_WEIGHTS = ("chat_template.jinja", "tokenizer_config.json", "merges.txt")
+
+
+@pytest.mark.parametrize("name", BESIDE_WEIGHTS)
+def test_a_file_beside_the_weights_is_a_file_of_a_bounded_size(own_checkpoint: Make, tmp_path: Path, name: str) -> None:
+    source = own_checkpoint()
+    path = source / name
+    with path.open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"{name} has {MAX_JSON_BYTES + 1} bytes, and 64 MiB are the most"):
+        pack(source, tmp_path / "store")
+    for make in (
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to("x"),
+    ):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        make()
+        with pytest.raises(CheckpointError, match=f"{name} is no file, or a link to a missing one"):
+            pack(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.front_kit import byte_level_tokenizer
 from support.gguf_files import gguf_checkpoint, write_gguf
 from support.hub import LocalHub, Repository, local_hub
 from support.waiting import wait_until
@@ -106,7 +107,7 @@ def published(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Pat
         save_file(part, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "modeling_tiny.py").write_text("raise SystemExit('this was run')")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "original").mkdir()

@@ -301,6 +301,14 @@ class ChatTemplate:
         sources = _sources(directory, tokenizer_config)
         return cls(sources, special_tokens(tokenizer_config)) if sources else None
 
+    def check(self) -> None:
+        """Raises CheckpointError where a template is not valid, without computing anything of it."""
+        try:
+            for text in self._sources.values():
+                _environment().parse(text)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
+
     @cached_property
     def compiled(self) -> dict[str, jinja2.Template]:
         """Compiles the templates when they are first used. Raises CheckpointError where one is not valid."""
@@ -356,15 +364,20 @@ def special_tokens(tokenizer_config: Json) -> dict[str, str]:
 
 
 def _sources(directory: Path, tokenizer_config: Json) -> dict[str, str]:
-    if (file := directory / "chat_template.jinja").is_file():
-        return {"default": file.read_text(encoding="utf-8")}
-    if (file := directory / "chat_template.json").is_file():
-        template: Any = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-    else:
-        template = tokenizer_config.get("chat_template")
-    if isinstance(template, str):
-        return {"default": template}
-    named = {one["name"]: one["template"] for one in template or ()}
+    """Returns the templates by name. Raises CheckpointError where a file cannot be read as one."""
+    file, template = directory / "tokenizer_config.json", tokenizer_config.get("chat_template")
+    try:
+        if (directory / "chat_template.jinja").is_file():
+            file = directory / "chat_template.jinja"
+            template = file.read_text(encoding="utf-8")
+        elif (directory / "chat_template.json").is_file():
+            file = directory / "chat_template.json"
+            template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, str):
+            return {"default": template}
+        named = {str(one["name"]): str(one["template"]) for one in template or ()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{file}: its chat template cannot be read: {error}") from error
     return named if "default" in named else {}
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.store.catalog import is_store, resolve, spec_at
-from edgemoe.store.checkpoint import CONFIG, fault_of_weights
+from edgemoe.store.catalog import fault_of_weights, is_store, resolve, spec_at
+from edgemoe.store.checkpoint import CONFIG
 from edgemoe.store.layout import KEEP, WantedEncodings, stored_encoding, table_sizes
 from edgemoe.store.manifest import Manifest, spec_of
 from edgemoe.types.encoding import AFFINE, pair_of

@@ -210,6 +210,11 @@ class ExpertSlab:
             floats = slab[:, end : end + 4 * (first + hidden)].view(torch.float32)
             self.gate_up_bias, self.down_bias = floats[:, :first], floats[:, first:]
 
+    @property
+    def has_tiles(self) -> bool:
+        """Returns whether tiles read the rows: encoded ones, or numbers of the type of the hidden states."""
+        return self.in_place or bool(self.encoding.group)
+
     def matrices(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns gate and up [2I, H], or up alone, and down [H, I] of one slot: as they are, else decoded float32."""
         if self.in_place:
@@ -268,7 +273,7 @@ class ExpertMath:
         if self._expert_kernels is None or tokens >= limits.products:
             one_by_one(slab, slots, offsets, index, weights, x, out)
             return
-        tiles = tokens >= limits.tiles and slab.hidden % 2 == slab.width % 2 == 0
+        tiles = tokens >= limits.tiles and slab.has_tiles and slab.hidden % 2 == slab.width % 2 == 0
         for part in _pieces(slab, slots, offsets, index, weights, tiles):
             job = (slab.layout, slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
@@ -297,7 +302,7 @@ class ExpertMath:
         for layout in layouts:
             trial = _Trial(layout, bf16)
             few, many = (ExpertMath(self._kernels, WayLimits(tiles)).add for tiles in (np.inf, 0.0))
-            limits = WayLimits(trial.first_faster(many, few))
+            limits = WayLimits(trial.first_faster(many, few) if trial.slab.has_tiles else np.inf)
             if not layout.encoding.group:
                 best = ExpertMath(self._kernels, limits).add
                 limits = limits._replace(products=trial.first_faster(one_by_one, best))
@@ -403,7 +408,7 @@ class _Trial:
         biases = np.zeros(4 * (layout.first_rows + hidden) * layout.biases, np.uint8)
         one = torch.from_numpy(np.concatenate([gate_up.ravel(), down.ravel(), biases]))
         self._experts = max(2, min(16, TRIAL_BYTES // len(one)))
-        self._slab = ExpertSlab(one.repeat(self._experts, 1), layout, bf16)
+        self.slab = ExpertSlab(one.repeat(self._experts, 1), layout, bf16)
 
     def first_faster(self, way: Way, than: Way) -> float:
         """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is.
@@ -425,11 +430,11 @@ class _Trial:
         slots, offsets = np.arange(self._experts), np.arange(self._experts + 1) * tokens
         index = np.tile(np.arange(tokens), self._experts)
         weights = np.ones(len(index), np.float32)
-        x = torch.randn(tokens, self._slab.hidden).to(torch.bfloat16 if self._slab.bf16 else torch.float32)
-        out = torch.zeros(tokens, self._slab.hidden)
+        x = torch.randn(tokens, self.slab.hidden).to(torch.bfloat16 if self.slab.bf16 else torch.float32)
+        out = torch.zeros(tokens, self.slab.hidden)
         taken: list[float] = []
         while len(taken) < TRIAL_RUNS and sum(taken) < TRIAL_S:
             start = time.perf_counter()
-            way(self._slab, slots, offsets, index, weights, x, out)
+            way(self.slab, slots, offsets, index, weights, x, out)
             taken.append(time.perf_counter() - start)
         return min(taken)

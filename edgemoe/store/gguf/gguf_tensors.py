@@ -104,7 +104,6 @@ class GgufTensors:
         self._model, self._spec, self._family = model, spec, family_of(model)
         self._left = dict(model.tensors)
         self._stacks: dict[str, SourceTensor] = {}
-        self.rounded = sum(tensor.dtype == "F16" for tensor in model.tensors.values())
 
     def claim(self, name: str, shape: Shape) -> SourceTensor:
         """Returns the tensor of a name in transformers' spelling. Raises CheckpointError where it is missing or odd."""
