@@ -128,7 +128,7 @@ def test_a_refusal_names_the_model_and_the_remedy(
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer and a chat template."""
-    folder = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "tiny")
+    folder: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "tiny")
     config = (folder / CONFIG).read_text()
     write_model(folder)
     (folder / CONFIG).write_text(config)
