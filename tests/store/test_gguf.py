@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -231,3 +234,88 @@ def test_weights_and_experts_are_read_back(made: dict[str, Path], tmp_path: Path
     with ExpertStore(store, manifest) as opened:
         assert opened is not None
     assert {file.file for file in manifest.files} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def rewritten(path: Path, to: Path, changes: dict[str, tuple[Any, ...] | None], *, extra: str = "") -> Path:
+    """Writes a GGUF again with other values, (value, type, type of items); None leaves a key out."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(to, "qwen3moe")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture" or field.name in changes:
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    for name, given in changes.items():
+        if given is not None:
+            writer.add_key_value(name, given[0], given[1], sub_type=given[2] if len(given) > 2 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    if extra:
+        writer.add_tensor(extra, np.zeros(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+TEXTS_OF, NUMBERS_OF = (
+    (gguf.GGUFValueType.ARRAY, inner) for inner in (gguf.GGUFValueType.STRING, gguf.GGUFValueType.FLOAT32)
+)
+LIES: dict[str, tuple[dict[str, tuple[Any, ...] | None], str]] = {
+    "no merges": ({"tokenizer.ggml.merges": None}, r"no two of its tokens are merged: tokenizer\.ggml\.merges"),
+    "another's merges": ({"tokenizer.ggml.merges": (["zz yy"], *TEXTS_OF)}, "no two of its tokens are merged"),
+    "fewer tokens": (
+        {"tokenizer.ggml.tokens": (["a"], *TEXTS_OF), "tokenizer.ggml.token_type": None},
+        r"tokenizer\.ggml\.tokens has 1 tokens, and token_embd\.weight \d+ rows",
+    ),
+    "scores that are no numbers": (
+        {
+            "tokenizer.ggml.model": ("llama", gguf.GGUFValueType.STRING),
+            "tokenizer.ggml.scores": ([math.nan], *NUMBERS_OF),
+        },
+        r"tokenizer\.ggml\.scores must be numbers",
+    ),
+    "fewer layers than it has": ({"qwen3moe.block_count": (2, gguf.GGUFValueType.UINT32)}, r"no place .* 'blk\.2\."),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_contradicts_the_file_is_refused(lie: str, made: dict[str, Path], tmp_path: Path) -> None:
+    path = write_gguf("qwen3_moe", checkpoint_of(made, "qwen3_moe"), tmp_path / "m.gguf")
+    changes, said = LIES[lie]
+    if "tokenizer.ggml.scores" in changes:
+        rows = open_gguf(path).tensors["token_embd.weight"].shape[0]
+        changes = {**changes, "tokenizer.ggml.scores": ([math.nan] * rows, *NUMBERS_OF)}
+    with pytest.raises((CheckpointError, UnsupportedModel), match=said):
+        pack(rewritten(path, tmp_path / "lie.gguf", changes), tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "extra", "is_read"),
+    [(3, "blk.3.attn_norm.weight", False), (3, "blk.3.nextn.enorm.weight", True), (4, "blk.3.attn_norm.weight", True)],
+)
+def test_layers_for_predicting_tokens_are_left_out(
+    count: int, extra: str, is_read: bool, made: dict[str, Path], tmp_path: Path
+) -> None:
+    path = write_gguf("qwen3_moe", checkpoint_of(made, "qwen3_moe"), tmp_path / "m.gguf")
+    whole = gguf.GGUFValueType.UINT32
+    changes = {"qwen3moe.block_count": (count, whole), "qwen3moe.nextn_predict_layers": (count - 3, whole)}
+    model = rewritten(path, tmp_path / "more.gguf", changes, extra=extra)
+    if is_read:
+        assert pack(model, tmp_path / "store").layers
+        return
+    with pytest.raises(UnsupportedModel, match=r"no place .* 'blk\.3\.attn_norm"):
+        pack(model, tmp_path / "store")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dangling link", "link to a device"])
+def test_a_folder_whose_gguf_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if "device" in kind else "gone")
+    with pytest.raises(CheckpointError, match=r"m\.gguf is no file, or a link to a missing one"):
+        open_checkpoint(tmp_path)

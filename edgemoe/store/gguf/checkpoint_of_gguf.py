@@ -34,7 +34,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def gguf_at(path: Path) -> Path | None:
     """Returns the GGUF file that a path names, or that is the only model of a folder without a config.json.
 
-    Raises CheckpointError where a folder has the files of several models, or a file only the name of one.
+    Raises CheckpointError where a folder has the files of several models, or one that is no file, or no GGUF.
     """
     if path.is_file():
         if path.suffix == ".gguf" and not is_gguf(path):
@@ -49,6 +49,9 @@ def gguf_at(path: Path) -> Path | None:
     if len(models) > 1:
         names = ", ".join(file.name for file in models.values())
         raise CheckpointError(f"{path} has the GGUF files of {len(models)} models; name one of {names[:400]}")
+    for file in models.values():
+        if not file.is_file():
+            raise CheckpointError(f"{file} is no file, or a link to a missing one; fetch it again")
     return next(iter(models.values()), None)
 
 

@@ -12,7 +12,7 @@ from edgemoe.families.spec import ModelSpec, Shape
 from edgemoe.families.state_mechanisms import DeltaHeads
 from edgemoe.store.checkpoint import CheckpointTensor
 from edgemoe.store.gguf.gguf_file import GgufModel
-from edgemoe.store.gguf.gguf_models import GgufFamily, family_of
+from edgemoe.store.gguf.gguf_models import GgufFamily, GgufMetadata, family_of
 from edgemoe.store.gguf.gguf_values import (
     BlockSource,
     MadeSource,
@@ -94,6 +94,7 @@ NAMED = {  # the same for whole names, which differ in more than a part
 MAMBA_UNDO: dict[str, Undo] = {"mamba.A_log": log_of_negative, "mamba.norm.weight": flattened}
 BESIDE = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(rope_freqs|nextn)\..*")
+PREDICTING, LAYER_NUMBER = re.compile(r"blk\.(\d+)\.nextn\."), re.compile(r"blk\.(\d+)\.")
 QKV = re.compile(r"(blk\.\d+)\.attn_([qkv])\.(weight|bias)")
 
 
@@ -142,13 +143,17 @@ class GgufTensors:
             yield ExpertRecipe(tuple(each(expert) for each in halves), (down(expert),), own)
 
     def refuse_leftovers(self) -> None:
-        """Raises UnsupportedModel where tensors are left that the metadata does not ask for."""
-        layers = self._spec.layers
-        beyond = re.compile(r"blk\.(\d+)\.")
+        """Raises UnsupportedModel where tensors are left that the metadata does not ask for.
+
+        Layers for predicting several tokens are left out: by their number, or by their tensors.
+        """
+        layers, counted = self._spec.layers, GgufMetadata(self._model).integer("block_count")
+        predicting = {found[1] for name in self._left if (found := PREDICTING.match(name))}
+        further = {str(layer) for layer in range(layers, counted)} | predicting
         left = [
             name
             for name in self._left
-            if not IGNORED.fullmatch(name) and not ((at := beyond.match(name)) and int(at[1]) >= layers)
+            if not IGNORED.fullmatch(name) and not ((at := LAYER_NUMBER.match(name)) and at[1] in further)
         ]
         if self._spec.block.tied:
             left = [name for name in left if name != "output.weight"]

@@ -117,6 +117,11 @@ class _Vocabulary:
         self.tokens = self._texts("tokenizer.ggml.tokens")
         if not 0 < len(self.tokens) <= MAX_TOKENS:
             raise CheckpointError(f"{self._where}: a vocabulary of {len(self.tokens)} tokens is impossible")
+        rows = model.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in model.tensors else 0
+        if rows and rows != len(self.tokens):
+            raise CheckpointError(
+                f"{self._where}: tokenizer.ggml.tokens has {len(self.tokens)} tokens, and token_embd.weight {rows} rows"
+            )
         if any(len(token) > MOST_TOKEN_LETTERS for token in self.tokens):
             raise CheckpointError(f"{self._where}: a token has more than {MOST_TOKEN_LETTERS} letters")
         self.kinds = self._numbers("tokenizer.ggml.token_type", NORMAL)
@@ -160,6 +165,8 @@ class _Vocabulary:
     def _unigram(self) -> Json:
         """Returns SentencePiece's merging: the pair of neighbours with the best score joins first."""
         scores = self._numbers("tokenizer.ggml.scores", 0.0)
+        if not np.isfinite(scores).all():
+            raise CheckpointError(f"{self._where}: tokenizer.ggml.scores must be numbers, and one is not")
         ids = {token: number for number, token in enumerate(self.tokens)}
         merges = [
             (scores[number], number, token[:cut], token[cut:])
@@ -207,6 +214,14 @@ class _Vocabulary:
         vocab: dict[str, int] = {}
         for number, token in enumerate(self.tokens):
             vocab.setdefault(token, number)
+        fitting = [pair for pair in pairs if len(pair) == 2 and all(each in vocab for each in (*pair, "".join(pair)))]
+        if not fitting and any(
+            kind == NORMAL and len(token) > 1 for token, kind in zip(self.tokens, self.kinds, strict=True)
+        ):
+            raise CheckpointError(
+                f"{self._where}: no two of its tokens are merged: tokenizer.ggml.merges is missing, or of another "
+                "vocabulary; fetch the file again"
+            )
         return {
             "type": "BPE",
             "dropout": None,
@@ -218,9 +233,7 @@ class _Vocabulary:
             "ignore_merges": False,
             **options,
             "vocab": vocab,
-            "merges": [
-                pair for pair in pairs if len(pair) == 2 and all(each in vocab for each in (*pair, "".join(pair)))
-            ],
+            "merges": fitting,
         }
 
     def _added(self) -> list[Json]:
