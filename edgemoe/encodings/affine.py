@@ -46,8 +46,9 @@ def numbers_of(bits: npt.NDArray[np.generic]) -> Floats:
 
 
 def bits_of_numbers(values: Floats) -> npt.NDArray[np.uint16]:
-    """Returns scales or minima as the bits of float16, rounded."""
-    return np.clip(values, -65504, 65504).astype(np.float16).view(np.uint16)
+    """Returns scales or minima as the bits of float16, rounded; infinite ones stay so."""
+    held = np.where(np.isinf(values), values, np.clip(values, -65504, 65504))
+    return held.astype(np.float16).view(np.uint16)
 
 
 def lines(factors: Factors, encoding: Encoding, columns: int) -> tuple[Floats, Floats]:

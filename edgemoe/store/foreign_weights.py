@@ -22,7 +22,7 @@ from edgemoe.encodings.codec import E4M3
 from edgemoe.encodings.rows import E2M1, join
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import CheckpointTensor
-from edgemoe.store.sources import Bytes, Floats, ReadBytes, Shape, SourceTensor
+from edgemoe.store.sources import SCALE_TYPES, Bytes, Floats, ReadBytes, Shape, SourceTensor
 from edgemoe.types.encoding import INT4, INT8, LANE_COLUMNS, ZERO, Encoding, zero_encoding
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each half byte of a word has
@@ -36,10 +36,11 @@ Left = Mapping[str, CheckpointTensor]
 
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
-    """The properties of GPTQ's and AutoRound's tensors that only the configuration tells."""
+    """The properties of GPTQ's, AutoRound's and compressed-tensors' tensors that only the configuration tells."""
 
     less: int  # by which stored zero points are too small
     is_reordered: bool  # groups are of columns that do not lie side by side
+    is_asymmetric: bool  # there are zero points
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,8 @@ class GroupedTensor(SourceTensor):
             points, scales = (each[first:after, found.group] for each in (found.points, found.scales))
         except IndexError as error:
             raise CheckpointError(f"{self.codes.file}: {self.name}: its columns name groups that it has not") from error
-        product: Floats = (found.codes[first:after] - points).astype(np.float32) * scales
+        with np.errstate(invalid="ignore"):  # infinite scales, which are told later
+            product: Floats = (found.codes[first:after] - points).astype(np.float32) * scales
         return product
 
     def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:
@@ -146,7 +148,10 @@ class GroupedTensor(SourceTensor):
         return join(found.codes[first:after].astype(np.uint8), join_factors(factors, encoding), encoding)
 
     def _read(self, read: ReadBytes) -> Grouped:
-        return self.apart(*(_array(part, read) for part in self.parts))
+        found = self.apart(*(_array(part, read) for part in self.parts))
+        if found.group.min(initial=0) < 0:
+            raise CheckpointError(f"{self.codes.file}: {self.name}: its columns name groups that it has not")
+        return found
 
 
 def _held(bits: int, columns: int, size: int, scales: CheckpointTensor) -> Encoding | None:
@@ -175,6 +180,8 @@ def find_foreign(left: Left, name: str, shape: Shape, about: GptqLayout) -> Sour
     if (words := left.get(f"{base}.qweight")) is not None:
         return _of_words(left, name, base, shape, words, about)
     if (packed := left.get(f"{name}_packed")) is not None and packed.dtype == "I32":
+        if about.is_asymmetric and f"{name}_zero_point" not in left:
+            raise CheckpointError(f"{packed.file}: {name} has no zero points, and config.json says that it has")
         return _with_zeros(left, name, shape, packed, about) if _has_zeros(left, name) else None
     codes = packed or left.get(name)
     if codes is not None and codes.dtype == "U8" and len(shape) == 2:
@@ -199,7 +206,9 @@ def _of_words(
     zeros, scales, order = (left.get(f"{base}.{part}") for part in ("qzeros", "scales", "g_idx"))
     if scales is None or words.dtype != "I32" or (zeros is not None and zeros.dtype != "I32"):
         raise CheckpointError(f"{words.file}: {base} has a qweight of type {words.dtype}, but no scales that fit it")
-    groups = scales.shape[0]
+    groups = scales.shape[0] if scales.shape else 0
+    _demand_scales(scales)
+    _demand_order(order, columns)
     if len(scales.shape) != 2 or scales.shape[1] != rows or not 1 <= groups <= columns:
         raise CheckpointError(f"{scales.file}: {scales.name} of shape {list(scales.shape)} does not fit {list(shape)}")
     if words.shape == (columns, rows // 8) and rows % 8 == 0:
@@ -208,6 +217,8 @@ def _of_words(
         size = group_size(columns, groups)
         held, whole = _held(4, columns, size, scales), (words, zeros, scales)
         return GroupedTensor(name, shape, "awq", words, scales, parts=whole, apart=_awq, held=held, size=size)
+    if about.is_reordered and order is None:
+        raise CheckpointError(f"{words.file}: {base} has no g_idx, and config.json says that its columns are reordered")
     bits = 32 * words.shape[0] / columns
     if words.shape[1:] != (rows,) or bits not in (2, 3, 4, 8):
         raise CheckpointError(f"{words.file}: {words.name} of shape {list(words.shape)} cannot hold {list(shape)}")
@@ -227,8 +238,10 @@ def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor, a
     bits = 32 * packed.shape[-1] // columns
     if scales is None or packed.shape[0] != rows or not 1 <= bits <= 8:
         raise CheckpointError(f"{packed.file}: {packed.name} of shape {list(packed.shape)} cannot hold {list(shape)}")
-    groups = scales.shape[-1]
-    if scales.shape != (rows, groups) or (zeros is not None and zeros.shape[-1] != groups):
+    groups = scales.shape[-1] if scales.shape else 0
+    _demand_scales(scales)
+    _demand_order(order, columns)
+    if scales.shape != (rows, groups) or (zeros is not None and not _are_zeros(zeros, rows, groups, bits)):
         raise CheckpointError(f"{scales.file}: scales or zero points of {name} do not fit {list(shape)}")
     present = [part for part in (zeros, order) if part is not None]
 
@@ -251,6 +264,26 @@ def _with_zeros(left: Left, name: str, shape: Shape, packed: CheckpointTensor, a
     )
 
 
+def _demand_scales(scales: CheckpointTensor) -> None:
+    if scales.dtype not in SCALE_TYPES:
+        raise UnsupportedModel(f"{scales.file}: scales {scales.name} are of type {scales.dtype}")
+
+
+def _demand_order(order: CheckpointTensor | None, columns: int) -> None:
+    if order is not None and (order.shape != (columns,) or order.dtype not in ("I32", "I64")):
+        raise CheckpointError(
+            f"{order.file}: {order.name} of type {order.dtype} and shape {list(order.shape)} is no order of "
+            f"{columns} columns"
+        )
+
+
+def _are_zeros(zeros: CheckpointTensor, rows: int, groups: int, bits: int) -> bool:
+    """Returns whether a tensor can have the zero points of a matrix: packed along rows, or one number each."""
+    if zeros.shape == (rows, groups):
+        return zeros.dtype in ("I8", "I32", "I64")
+    return zeros.shape == (-(-rows * bits // 32), groups) and zeros.dtype == "I32"
+
+
 def _nvfp4(left: Left, name: str, shape: Shape, codes: CheckpointTensor) -> DecodedTensor | None:
     """Returns a matrix of NVFP4, whose factor for all multiplies (modelopt) or divides (compressed-tensors)."""
     scales = left.get(f"{name}_scale")
@@ -260,11 +293,15 @@ def _nvfp4(left: Left, name: str, shape: Shape, codes: CheckpointTensor) -> Deco
     whole = factor or inverse
     if whole is None or math.prod(whole.shape) != 1 or scales.shape != (shape[0], shape[1] // NVFP4_GROUP):
         raise CheckpointError(f"{codes.file}: {name} is one of NVFP4, and its scales are missing or do not fit")
+    _demand_scales(whole)
 
     def decode(codes: Bytes, scales: Bytes, whole: Floats) -> Floats:
         halves = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
-        one = whole.reshape(()) if factor is not None else np.float32(1) / whole.reshape(())
-        return E2M1[halves] * np.repeat(E4M3[scales] * one, NVFP4_GROUP, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            one = whole.reshape(()) if factor is not None else np.float32(1) / whole.reshape(())
+            if not np.isfinite(whole).all():
+                one = np.float32(np.nan)  # so that it is told
+            return E2M1[halves] * np.repeat(E4M3[scales] * one, NVFP4_GROUP, axis=1)
 
     return DecodedTensor(name, shape, "nvfp4", codes, parts=(codes, scales, whole), decode=decode)
 

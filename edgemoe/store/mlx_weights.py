@@ -65,7 +65,8 @@ class MlxTensor(SourceTensor):
     def weights(self, index: int, first: int, after: int, read: ReadBytes) -> Floats:
         codes, factors = self._codes(index, first, after, read), self._factors(index, first, after, read)
         scales, minima = (np.repeat(each, self.size, axis=1) for each in factors)
-        made: Floats = codes.astype(np.float32) * scales + minima
+        with np.errstate(invalid="ignore"):  # infinite scales, which are told later
+            made: Floats = codes.astype(np.float32) * scales + minima
         return made
 
     def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: ReadBytes) -> Bytes:

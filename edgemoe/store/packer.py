@@ -369,6 +369,8 @@ def reencoding_losses(layers: Sequence[FilePlan]) -> Iterator[str]:
     with CheckpointReader() as reader:
         for (kind, encoding), piece in samples.items():
             wanted = piece.values(reader.stretch)
+            if not np.isfinite(wanted).all():  # refused later, or wanted
+                continue
             rows = piece.run(reader.stretch).reshape(len(wanted), -1)
             off = unpack(rows, piece.encoding, wanted.shape[1]) - wanted
             size = float(np.sqrt(np.square(wanted, dtype=np.float64).mean()))

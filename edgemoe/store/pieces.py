@@ -11,7 +11,13 @@ from edgemoe.families.spec import ExpertNames, ModelSpec, Shape
 from edgemoe.store.checkpoint import Checkpoint, CheckpointTensor
 from edgemoe.store.foreign_weights import GptqLayout, find_foreign, has_foreign
 from edgemoe.store.mlx_weights import MLX_NAMES, find_mlx
-from edgemoe.store.quantisation_config import is_reordered, mlx_quantisation, quantisation, zeros_are_less
+from edgemoe.store.quantisation_config import (
+    is_asymmetric,
+    is_reordered,
+    mlx_quantisation,
+    quantisation,
+    zeros_are_less,
+)
 from edgemoe.store.sources import (
     UNUSED,
     EncodedRows,
@@ -112,7 +118,7 @@ class SourceTensors:
         if len(found) > 1:
             raise CheckpointError(f"{where}: {' and '.join(found)} are the same tensor")
         config = self._checkpoint.config
-        layout = GptqLayout(int(zeros_are_less(config)), is_reordered(config))
+        layout = GptqLayout(int(zeros_are_less(config)), is_reordered(config), is_asymmetric(config))
         source = find_mlx(self._left, found[0], shape) or find_foreign(self._left, found[0], shape, layout)
         source = source or find_source(self._left, found[0], shape, config)
         for tensor in source.tensors:

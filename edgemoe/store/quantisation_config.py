@@ -123,6 +123,13 @@ def is_reordered(config: Mapping[str, Any]) -> bool:
     return bool(given.get("desc_act")) or any(order in ("group", "dynamic") for order in orders)
 
 
+def is_asymmetric(config: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint of compressed-tensors has zero points in all groups, by its configuration."""
+    groups = (quantisation(config).get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    return bool(weights) and all(each.get("type") == "int" and each.get("symmetric") is False for each in weights)
+
+
 def _modelopt_faults(given: Mapping[str, Any]) -> list[str]:
     algorithm = given.get("quant_algo")
     return [] if algorithm in (None, *ALGORITHMS) else [f"the algorithm {str(algorithm)[:80]}"]

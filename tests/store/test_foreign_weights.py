@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -235,3 +236,59 @@ def test_mismatched_weights_are_refused_by_name(fault: str, source: Path, tmp_pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.4\.up_proj"):
         pack(source, tmp_path / "store")
+
+
+def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a change of a tensor's first number."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "is missing": lambda _: None,
+    "is cut": lambda tensor: tensor[:-1],
+    "is of whole numbers": lambda tensor: tensor.long(),
+    "is of float64": lambda tensor: tensor.double(),
+    "has an infinity": first(float("inf")),
+    "has no number": first(float("nan")),
+    "has a negative number": first(-1),
+}
+SCALES = ("is missing", "is cut", "is of whole numbers", "is of float64", "has an infinity", "has no number")
+PARTS: dict[str, dict[str, tuple[str, ...]]] = {  # the tensors of a matrix, and the faults that each may have
+    "AWQ": {"scales": SCALES, "qzeros": ("is missing", "is cut", "is of whole numbers"), "qweight": ("is cut",)},
+    "GPTQ": {"scales": SCALES, "qzeros": ("is missing", "is cut", "is of whole numbers"), "qweight": ("is cut",)},
+    "GPTQ reordered": {"g_idx": ("is missing", "is cut", "is of float64", "has a negative number"), "scales": SCALES},
+    "zero points": {
+        "weight_scale": SCALES,
+        "weight_zero_point": ("is missing", "is cut", "is of whole numbers"),
+        "weight_packed": ("is missing", "is cut"),
+    },
+    "NVFP4": {"weight_scale": ("is missing", "is cut"), "weight_scale_2": ("is missing", *SCALES[2:])},
+    "NVFP4 of compressed-tensors": {"weight_global_scale": ("is missing", *SCALES[2:])},
+    "MXFP4 of compressed-tensors": {"weight_scale": ("is missing", "is cut", "is of float64")},
+}
+
+
+@pytest.mark.parametrize("matrix", ["mlp.experts.4.up_proj", "self_attn.q_proj"])
+@pytest.mark.parametrize(
+    ("kind", "part", "fault"),
+    [(kind, part, fault) for kind, parts in PARTS.items() for part, faults in parts.items() for fault in faults],
+)
+def test_each_part_of_a_matrix_that_is_not_as_it_should_be_is_refused_by_name(
+    kind: str, part: str, fault: str, matrix: str, source: Path, tmp_path: Path
+) -> None:
+    how, about = FORMATS[kind]
+    quantise(source, how, about, is_projection)
+    tensors = load_file(source / "model.safetensors")
+    name = f"model.layers.1.{matrix}.{part}"
+    changed = CHANGES[fault](tensors.pop(name).clone())
+    if changed is not None:
+        tensors[name] = changed.contiguous()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises((CheckpointError, UnsupportedModel), match=re.escape(f"model.layers.1.{matrix}")):
+        pack(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import shutil
 from collections.abc import Callable
 from itertools import product
@@ -104,7 +106,7 @@ def test_layers_may_have_codes_of_their_own_size(source: Path, tmp_path: Path) -
     assert not np.array_equal(meant_expert(meant, 2, 1)[1], meant_expert(finer, 2, 1)[1])
 
 
-def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file({name: each.contiguous() for name, each in tensors.items()}, source / "model.safetensors")
@@ -126,6 +128,19 @@ def test_mismatched_tensors_are_refused_by_name(fault: str, source: Path, tmp_pa
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.switch_mlp\.up_proj"):
         pack(source, tmp_path / "store")
     assert not (tmp_path / "store" / "dense.safetensors").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("base", [STACK, "model.layers.1.self_attn.q_proj"], ids=["experts", "dense"])
+@pytest.mark.parametrize("part", ["scales", "biases"])
+def test_factors_that_are_not_finite_are_refused_by_name(
+    part: str, base: str, value: float, source: Path, tmp_path: Path
+) -> None:
+    convert(source, MlxFormat())
+    changed(source, lambda tensors: tensors[f"{base}.{part}"].view(-1)[:1].fill_(value))
+    with pytest.raises(CheckpointError, match=re.escape(base) + ".* not numbers or infinite"):
+        pack(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
