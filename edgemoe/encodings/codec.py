@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 Encoded = tuple[Bytes, Bytes]  # codes [R, C], a byte each, and the bytes of the scales
 
 FACTORS = np.linspace(0.8, 1.2, 17, dtype=np.float32)  # of the scale that maps a group's largest weight to -8
-BLOCK_WEIGHTS = 1 << 16  # encoded at a time, so that they stay in the cache
+BLOCK_WEIGHTS = 1 << 19  # encoded at a time: less, and threads that encode wait for each other
 TINY = np.float32(2.0**-126)
 
 
