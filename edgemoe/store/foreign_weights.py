@@ -298,10 +298,10 @@ def _nvfp4(left: Left, name: str, shape: Shape, codes: CheckpointTensor) -> Deco
     def decode(codes: Bytes, scales: Bytes, whole: Floats) -> Floats:
         halves = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            one = whole.reshape(()) if factor is not None else np.float32(1) / whole.reshape(())
-            if not np.isfinite(whole).all():
-                one = np.float32(np.nan)  # so that it is told
-            return E2M1[halves] * np.repeat(E4M3[scales] * one, NVFP4_GROUP, axis=1)
+            told = np.where(np.isfinite(whole), whole, np.float32(np.nan)).reshape(())
+            one = told if factor is not None else np.float32(1) / told
+            product: Floats = E2M1[halves] * np.repeat(E4M3[scales] * one, NVFP4_GROUP, axis=1)
+        return product
 
     return DecodedTensor(name, shape, "nvfp4", codes, parts=(codes, scales, whole), decode=decode)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_weights_and_experts_are_read_back(made: dict[str, Path], tmp_path: Path
     assert {file.file for file in manifest.files} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-def rewritten(path: Path, to: Path, changes: dict[str, tuple[Any, ...] | None], *, extra: str = "") -> Path:
+def rewritten(path: Path, to: Path, changes: Mapping[str, tuple[Any, ...] | None], *, extra: str = "") -> Path:
     """Writes a GGUF again with other values, (value, type, type of items); None leaves a key out."""
     reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(to, "qwen3moe")
     for field in reader.fields.values():
