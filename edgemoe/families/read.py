@@ -54,7 +54,9 @@ def whole(*keys: str, default: int | ConfigReader | None = None) -> ConfigReader
 
 def number(*keys: str, default: float | None = None) -> ConfigReader:
     """Returns a reader of the first of `keys` that is set, a positive number; otherwise of the default."""
-    return lambda config: default if _first(config, keys) is None and default is not None else real(config, *keys)
+    return lambda config: (
+        default if default is not None and _first(config, keys) is None else real(config, *keys, default=default)
+    )
 
 
 def times(key: str, count: str, default: int) -> ConfigReader:
