@@ -158,6 +158,18 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path.name, dir_fd=folder)
 
 
+def remove_empty(path: Path) -> bool:
+    """Removes a folder if nothing is in it, and returns whether it is gone. Raises OSError."""
+    with _opened_folder(path.parent) as folder:
+        try:
+            os.rmdir(path.name, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            return False
+    return True
+
+
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Makes a folder, and those above it, as far as they are missing. Raises OSError."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from edgemoe.durable import replace_file
 from edgemoe.errors import CheckpointError
 from edgemoe.store.catalog import is_store
 from edgemoe.store.checkpoint import check_tokenizer
@@ -22,7 +23,7 @@ def check_texts(model: str | Path) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         for name, content in open_checkpoint(file).made:
-            (Path(folder) / name).write_bytes(content)
+            replace_file(Path(folder) / name, content)
         _check(Path(folder), file)
 
 

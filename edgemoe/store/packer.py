@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.config.sizes import format_size
-from edgemoe.durable import make_folder, remove_file, replace_file
+from edgemoe.durable import make_folder, remove_empty, remove_file, replace_file
 from edgemoe.encodings.bfloat import from_bf16
 from edgemoe.encodings.codec import unpack
 from edgemoe.errors import CheckpointError, StoreError, StoreInUse, StoreVersionError
@@ -315,10 +315,9 @@ def _leave_nothing(store: Path, layout: StoreLayout, is_new: bool) -> None:
         return
     for name in (*(file.file for file in layout.files), JOURNAL, LOCK):
         remove_file(store / name, missing_ok=True)
-    with contextlib.suppress(OSError):  # others have put files there
-        (store / "experts").rmdir()
-        if is_new:
-            store.rmdir()
+    for folder in (store / "experts", *([store] if is_new else ())):
+        with contextlib.suppress(FileNotFoundError):  # nothing was written yet
+            remove_empty(folder)
 
 
 def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> LayerEntry:

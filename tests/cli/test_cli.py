@@ -305,9 +305,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize(
-    "words", ["keygen {}/key", "key new a --set api.api_key_file={}/keys", "service install --root {}"]
-)
+@pytest.mark.parametrize("words", ["keygen {}/key", "key new a --set api.api_key_file={}/keys"])
 def test_a_full_disk_is_told_by_what_writes_to_it(
     full_disk: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
