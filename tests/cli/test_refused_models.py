@@ -104,17 +104,22 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has commands write into the test's own folder."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+
+
+@pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_refusal_names_the_model_and_the_remedy(
     kind: str,
     command: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
     make, said = REFUSED[kind]
     model = make(tmp_path)
     assert main([*command, str(model), "--set", f"model.store_dir={tmp_path}/stores"]) != 0
@@ -155,6 +160,7 @@ TEXTS: dict[str, tuple[str, bytes | str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize("command", ["pack", "serve", "run"])
 @pytest.mark.parametrize("kind", TEXTS)
 def test_texts_that_cannot_be_read_are_told_before_anything_is_written(
@@ -162,11 +168,8 @@ def test_texts_that_cannot_be_read_are_told_before_anything_is_written(
     command: str,
     checkpoint: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
     name, content, said = TEXTS[kind]
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
